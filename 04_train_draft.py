@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""Stage 04: train the EAGLE-3 draft with training-time test under DeepSpeed, and export it.
+
+Reads   OUT/hidden_states (stage 02) and OUT/vocab_map (stage 03); embedding, final norm and lm_head of the target
+Writes  OUT/draft: checkpoints/ metrics.jsonl tensorboard/ export/ manifest.json
+Needs   a GPU with room for the draft, its float32 optimizer state and one pack; or a CPU and a small target
+
+    python 04_train_draft.py --model-path M --hidden-states-dir OUT/hidden_states --vocab-map-dir OUT/vocab_map \\
+        --output-dir OUT/draft
+    torchrun --standalone --nproc-per-node 8 04_train_draft.py ...        # or: deepspeed 04_train_draft.py ...
+
+The same command after an interruption continues from the last checkpoint; the same command after the end exports
+again. Embeddings are the target's, frozen. The loss is the KL divergence from the target's distribution over the draft
+vocabulary, divided by the global count of supervised rows of the optimizer step (all ranks and micro-batches).
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import time
+from pathlib import Path
+
+from eagle3 import terminal
+from eagle3.terminal import UserError
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", required=True, help="target: model directory or hub name")
+    parser.add_argument("--hidden-states-dir", type=Path, required=True, help="output of stage 02")
+    parser.add_argument("--vocab-map-dir", type=Path, required=True, help="output of stage 03")
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--epochs", type=int, default=10, help="passes over the training samples (default %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=1e-4, help="peak, AdamW (default %(default)s)")
+    parser.add_argument("--warmup-ratio", type=float, default=0.03, help="share of steps (default %(default)s)")
+    parser.add_argument("--weight-decay", type=float, default=0.0, help="(default %(default)s)")
+    parser.add_argument("--clip", type=float, default=0.5, help="largest gradient norm (default %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=4096, help="tokens of a micro-batch (default %(default)s)")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step (default %(default)s)")
+    parser.add_argument("--ttt-steps", type=int, default=5, help="training-time test steps (default %(default)s)")
+    parser.add_argument(
+        "--step-decay", type=float, default=1.0, help="step k of the loss weighs DECAY**k (default %(default)s)"
+    )
+    parser.add_argument(
+        "--loss-norm",
+        choices=("per-step", "first-step"),
+        default="per-step",
+        help="divide each step's loss by its own rows, or by those of step 0 (default %(default)s)",
+    )
+    parser.add_argument("--supervision", choices=("served", "shifted-mask"), default="served", help="see docs")
+    parser.add_argument(
+        "--lm-head", choices=("trained", "frozen"), default="trained", help="both start at the target's rows"
+    )
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: float32 on CPU")
+    parser.add_argument("--val-fraction", type=float, default=0.05, help="conversations held out (default %(default)s)")
+    parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--deepspeed-config",
+        type=Path,
+        default=Path(__file__).resolve().parent / "configs/deepspeed/zero2.json",
+        help="DeepSpeed JSON without batch sizes, precision and clipping (default %(default)s)",
+    )
+    parser.add_argument("--note", help="a line for the model card and the closing summary")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    with contextlib.ExitStack() as stack:
+        return run_stage(arguments, stack)
+
+
+def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int:
+    """The stage. Ranks and lock are given back when `stack` closes; returns the exit code."""
+    started = time.monotonic()
+    if not 0 <= arguments.val_fraction < 1:
+        raise UserError(f"--val-fraction {arguments.val_fraction}: expected a share from 0 up to 1")
+    for name in ("epochs", "max_tokens", "accumulation", "ttt_steps", "save_every"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: expected at least 1")
+
+    import torch
+
+    from eagle3 import artifacts
+    from eagle3.draft.config import derive
+    from eagle3.draft.model import DraftModel
+    from eagle3.export import draft_to_target, read_export, target_to_draft, write_export
+    from eagle3.model_card import model_card
+    from eagle3.target import TargetHead, open_target, read_embedding
+    from eagle3.training import inputs as training_inputs
+    from eagle3.training import loop, packing
+
+    # ------------------------------------------------------------------------------------------------- inputs
+    target = open_target(arguments.model_path, weights=True)
+    inputs = training_inputs.open_inputs(target, arguments.hidden_states_dir, arguments.vocab_map_dir)
+    deepspeed_config = training_inputs.read_deepspeed_config(arguments.deepspeed_config)
+    train, held_out = packing.hold_out(inputs.records, arguments.val_fraction, arguments.seed)
+
+    # ---------------------------------------------------------------------------------------------- the draft
+    rank, world = stack.enter_context(loop.distributed())
+    device = loop.device()
+    automatic = "bfloat16" if device.type == "cuda" else "float32"
+    options = loop.TrainOptions(
+        epochs=arguments.epochs,
+        learning_rate=arguments.learning_rate,
+        warmup_ratio=arguments.warmup_ratio,
+        weight_decay=arguments.weight_decay,
+        clip=arguments.clip,
+        max_tokens=arguments.max_tokens,
+        accumulation=arguments.accumulation,
+        ttt_steps=arguments.ttt_steps,
+        step_decay=arguments.step_decay,
+        loss_norm=arguments.loss_norm,
+        supervision=arguments.supervision,
+        train_lm_head=arguments.lm_head == "trained",
+        dtype=automatic if arguments.dtype == "auto" else arguments.dtype,
+        seed=arguments.seed,
+    )
+    ids = draft_to_target(inputs.d2t)  # [D]
+    head = TargetHead(target, getattr(torch, options.dtype), device, rows=ids)
+    config = derive(target, ids.numel(), inputs.aux_layers)
+    model = DraftModel(config)
+    model.initialise(read_embedding(target), head.weight, options.seed)
+    model.to(getattr(torch, options.dtype))  # DeepSpeed would cast the weights, and leave the embedding as it is
+
+    stack.enter_context(loop.output_lock(arguments.output_dir))
+    fingerprint = {"target": target.config_hash, **inputs.fingerprint, "val_fraction": arguments.val_fraction}
+    fingerprint |= {key: value for key, value in dataclasses.asdict(options).items() if key != "epochs"}
+    loop.claim_output(arguments.output_dir, fingerprint)
+    if rank == 0:
+        weights = sum(parameter.numel() for parameter in model.parameters())
+        terminal.say(
+            f"draft of {weights / 1e6:.1f} M weights, lm_head {arguments.lm_head}, embeddings frozen; "
+            f"{ids.numel()} draft ids, aux layers {inputs.aux_layers}, {options.ttt_steps} TTT steps; "
+            f"{len(train)} samples to train on, {len(held_out)} held out; "
+            f"{world} rank{'s' if world > 1 else ''} on {device.type}, {options.dtype}"
+        )
+
+    # ---------------------------------------------------------------------------------------------- train
+    trainer = loop.Trainer(
+        model,
+        head,
+        options,
+        deepspeed_config,
+        inputs.directory,
+        arguments.output_dir,
+        train,
+        held_out,
+        target_to_draft(inputs.d2t, target.vocab_size),
+        arguments.save_every,
+    )
+    if trainer.resume() and rank == 0:
+        terminal.say(f"continuing after step {trainer.step} of {trainer.total_steps}")
+    if stopped := trainer.run():
+        if rank == 0:
+            terminal.say(f"stopped after step {trainer.step}; checkpoint written, the same command continues")
+        return 128 + stopped
+
+    # --------------------------------------------------------------------------------------------- export
+    export = arguments.output_dir / "export"
+    if rank == 0:
+        card = model_card(
+            target, config, dataclasses.asdict(options), trainer.last_report, inputs.sources(), arguments.note
+        )
+        write_export(export, trainer.model, target, {"d2t": inputs.d2t, "t2d": inputs.t2d}, card)
+    loop.barrier()
+    report = trainer.evaluate(read_export(export, config).to(device, head.weight.dtype)) if held_out else None
+    if rank == 0:
+        artifacts.write_manifest(
+            arguments.output_dir,
+            "04",
+            fingerprint,
+            complete=True,
+            epochs=options.epochs,
+            steps=trainer.step,
+            held_out=[record["index"] for record in held_out],
+            report=report,
+        )
+        rows = {"export": export, "optimizer steps": trainer.step}
+        if report:
+            rows |= {
+                f"tau, {options.ttt_steps} drafts": f"{report['tau']} (walk) from {report['walk_starts']} starts",
+                "plain mean": f"{report['tau_plain_mean']} (not what a server counts)",
+                "accuracy by step": report["accuracy_by_step"],
+            }
+        if arguments.note:
+            rows["note"] = arguments.note
+        terminal.summary("stage 04: draft trained and exported; the figures are of the exported files", rows, started)
+    return 0
+
+
+if __name__ == "__main__":
+    terminal.quiet_libraries()
+    terminal.run(main)

@@ -1,0 +1,101 @@
+"""Capture with transformers: one prompt a forward pass, hooks on the decoder. Needs no vLLM; slower on a GPU."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from eagle3.capture.engines import Captured, EngineSettings, Scored
+from eagle3.terminal import UserError, output_to, short
+
+
+class TransformersEngine:
+    name = "transformers"
+
+    def __init__(self, settings: EngineSettings) -> None:
+        import transformers
+
+        self.version = transformers.__version__
+        self._settings = settings
+        with output_to(settings.output_dir / "engine.log", "loading the target"):
+            self._model = _load(settings)
+        self._decoder = _find_decoder(self._model, settings)
+        self._seen: dict[int, torch.Tensor] = {}  # layer id -> [T, H] of the running forward pass
+        for layer in settings.layers[:-1]:
+            self._watch(self._decoder.layers[layer], layer)
+        # hidden_states[N] of transformers is already normed: take what enters the norm
+        self._watch(self._decoder.norm, settings.layers[-1])
+
+    def _watch(self, module: torch.nn.Module, layer: int) -> None:
+        def keep(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            self._seen[layer] = (args[0] if args else kwargs["hidden_states"])[0].to("cpu", copy=True)
+
+        module.register_forward_pre_hook(keep, with_kwargs=True)
+
+    def capture(self, prompts: Iterable[list[int]]) -> Iterator[Captured]:
+        for prompt in prompts:
+            self._forward(self._decoder, prompt)
+            yield self._captured(prompt)
+
+    def prompt_logprobs(self, prompts: Iterable[list[int]], k: int) -> Iterator[Scored]:
+        for prompt in prompts:
+            logits = self._forward(self._model, prompt).logits[0, :-1].float()  # [T-1, V]
+            top = logits.log_softmax(-1).topk(k)
+            yield Scored(self._captured(prompt), top.indices.cpu(), top.values.cpu())
+
+    def close(self) -> None:
+        del self._model, self._decoder
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _captured(self, prompt: list[int]) -> Captured:
+        return Captured(list(prompt), torch.stack([self._seen.pop(layer) for layer in self._settings.layers], dim=1))
+
+    @torch.inference_mode()
+    def _forward(self, module: torch.nn.Module, prompt: list[int]) -> Any:
+        ids = torch.tensor([prompt], device=self._settings.device)  # [1, T]
+        try:
+            return module(input_ids=ids, use_cache=False)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens does not fit in GPU memory beside the target; "
+                "use --engine vllm, or shorter samples (--max-seq-len of stage 01)"
+            ) from error
+
+
+def _load(settings: EngineSettings) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+
+    directory = settings.target.directory
+    try:
+        # remote code for the config or tokenizer alone (Kimi) must not hide transformers' own model class
+        auto_map = PreTrainedConfig.get_config_dict(directory)[0].get("auto_map", {})
+        remote = settings.trust_remote_code and any(name.startswith("AutoModel") for name in auto_map)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=remote)
+        multimodal = any(name.endswith("ForConditionalGeneration") for name in config.architectures or ())
+        loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+        model = loader.from_pretrained(
+            directory,
+            dtype=settings.torch_dtype,
+            trust_remote_code=remote,
+            # spreads a target that is larger than one GPU
+            device_map="auto" if settings.device == "cuda" else None,
+        )
+    except (ValueError, OSError, ImportError, torch.OutOfMemoryError) as error:
+        raise UserError(f"transformers cannot load {directory} ({short(error)})") from error
+    return model.eval()
+
+
+def _find_decoder(model: torch.nn.Module, settings: EngineSettings) -> Any:
+    """The module that holds the text model's `layers` and the final `norm` that feeds lm_head."""
+    module: Any = model
+    while module is not None:
+        if hasattr(module, "layers") and hasattr(module, "norm"):
+            if len(module.layers) != settings.target.num_layers:
+                break
+            return module
+        module = next((getattr(module, name) for name in ("language_model", "model") if hasattr(module, name)), None)
+    raise UserError(
+        f"{type(model).__name__}: no module with {settings.target.num_layers} `layers` and a final `norm` was found; "
+        "use --engine vllm"
+    )

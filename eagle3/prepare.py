@@ -1,0 +1,354 @@
+"""Stage 01: conversations to samples, with an index to resume from and the counts that stage 03 needs.
+
+A record of the index is one sample (index, tokens, supervised, conversation, row, source, status done, bytes of its
+file, trimmed: messages left out after the last answer) or one row without samples (row, source, status skipped,
+reason). `conversation` is a digest of the row's text, so duplicates and all samples of one row fall on one side when a
+later stage splits by it.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3 import artifacts, terminal
+from eagle3.artifacts import Index, IndexWriter, sample_path
+from eagle3.conversations import HubDataset, LocalFiles, Row, SkipRow, parse_row
+from eagle3.masking import Masker
+from eagle3.target import Target, tokenizer_hash
+from eagle3.terminal import UserError
+
+STAGE = "01"
+WRITERS = 8  # a sync takes milliseconds, and syncs at the same time share one commit of the file system
+MOST_PENDING = 64  # samples written but not yet in the index
+CHECKPOINT_EVERY = 20_000  # samples between two saves of the counts, which a resumed run need not count again
+
+Place = tuple[str, int]  # source and row number
+
+
+@dataclass
+class Totals:
+    """What an output directory holds. `skipped` maps a reason to its number of rows and the place of the first."""
+
+    samples: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    trimmed: int = 0  # rows with messages after the last assistant turn, which are left out
+    duplicates: int = 0  # rows with the text of an earlier row
+    skipped: dict[str, tuple[int, str]] = field(default_factory=dict)
+    _conversations: set[int] = field(default_factory=set)
+
+    def add_row(self, records: list[dict[str, Any]]) -> None:
+        """Count one row with its samples."""
+        self.samples += len(records)
+        self.tokens += sum(record["tokens"] for record in records)
+        self.supervised += sum(record["supervised"] for record in records)
+        self.trimmed += "trimmed" in records[0]
+        digest = int(records[0]["conversation"], 16)
+        self.duplicates += digest in self._conversations
+        self._conversations.add(digest)
+
+    def add_skipped(self, record: dict[str, Any]) -> None:
+        count, first = self.skipped.get(record["reason"], (0, f"{record['source']}:{record['row']}"))
+        self.skipped[record["reason"]] = (count + 1, first)
+
+    @property
+    def skipped_rows(self) -> int:
+        return sum(count for count, _ in self.skipped.values())
+
+
+@dataclass
+class Progress:
+    """Where an earlier run stopped, as its index and files say."""
+
+    totals: Totals = field(default_factory=Totals)  # of all rows that need no redoing
+    samples: int = 0
+    furthest: Place | None = None  # the last row that was begun
+    damaged: int = 0  # samples whose file is missing or has another size than the index says
+    redo: dict[Place, int] = field(default_factory=dict)  # rows to do again, with the index of their first sample
+    whole: list[int] = field(default_factory=list)  # samples of all other rows, ascending
+
+
+def read_progress(directory: Path) -> Progress:
+    """Read the index and look at every sample file. The row begun last is done again, for it may be half done."""
+    progress, samples = Progress(), {}
+    for record in Index(directory).read():
+        place = record["source"], record["row"]
+        if record["status"] == "skipped":
+            progress.totals.add_skipped(record)
+        elif record["index"] in samples:  # done again by a run after the one that got furthest
+            samples[record["index"]] = record
+            continue
+        elif record["index"] == len(samples):
+            samples[record["index"]] = record
+        else:
+            raise UserError(f"{directory}/index.jsonl lacks sample {len(samples)}; delete {directory} and rerun")
+        progress.furthest = place
+    progress.samples = len(samples)
+    for place, group in groupby(samples.values(), key=lambda record: (record["source"], record["row"])):
+        records = list(group)
+        damaged = sum(not _is_whole(directory, record) for record in records)
+        progress.damaged += damaged
+        if damaged or place == progress.furthest:
+            progress.redo[place] = records[0]["index"]
+        else:
+            progress.totals.add_row(records)
+            progress.whole += [record["index"] for record in records]
+    return progress
+
+
+def _is_whole(directory: Path, record: dict[str, Any]) -> bool:
+    try:
+        return sample_path(directory, record["index"]).stat().st_size == record["bytes"]
+    except FileNotFoundError:
+        return False
+
+
+class TokenCounts:
+    """Occurrences of each id at supervised positions, int64 [V], with a copy on disk for a run that is interrupted.
+
+    `covered` is the number of samples, from the first on, that the copy counts.
+    """
+
+    def __init__(self, directory: Path, vocab_size: int, samples: int, finished: bool) -> None:
+        """Start from a finished run's token_freq.pt, else from the copy, else from nothing.
+
+        `samples` is the number that the index has.
+        """
+        self.path, self.copy = directory / "token_freq.pt", directory / "token_freq.partial.pt"
+        self.values, self.covered = torch.zeros(vocab_size, dtype=torch.int64), 0  # [V]
+        try:
+            if finished:
+                self.values, self.covered = artifacts.load_tensors(self.path).clone(), samples
+            elif self.copy.exists():
+                saved = artifacts.load_tensors(self.copy)
+                if saved["samples"] <= samples:  # else the index lost its end in a power cut
+                    self.values, self.covered = saved["counts"].clone(), int(saved["samples"])
+        except UserError:
+            pass  # missing or damaged: the samples are counted again
+
+    def add(self, index: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Count sample `index`, unless the copy that this run began with has it."""
+        if index >= self.covered:
+            ids = tensors["input_ids"][tensors["loss_mask"]].long()  # [S]
+            self.values.index_add_(0, ids, torch.ones_like(ids))
+
+    def save_copy(self, samples: int) -> None:
+        artifacts.save_tensors(self.copy, {"counts": self.values, "samples": torch.tensor(samples)})
+
+    def finish(self) -> None:
+        artifacts.save_tensors(self.path, self.values)
+
+
+class SampleWriter:
+    """Writes sample files in threads, and their records in order, each once its file is whole."""
+
+    def __init__(self, directory: Path, index: IndexWriter, pool: ThreadPoolExecutor) -> None:
+        self._directory, self._index, self._pool = directory, index, pool
+        self._pending: deque[tuple[dict[str, Any], Future | None]] = deque()
+
+    def add(self, record: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> None:
+        path = sample_path(self._directory, record.get("index", 0))
+        self._pending.append((record, tensors and self._pool.submit(artifacts.save_tensors, path, tensors)))
+        self.wait(MOST_PENDING)
+
+    def close(self) -> None:
+        self.wait()
+
+    def wait(self, left: int = 0) -> None:
+        """Wait until at most `left` records are not yet in the index."""
+        while len(self._pending) > left:
+            record, future = self._pending[0]  # stays there when its write failed: nothing later may be recorded
+            self._index.add(**record, **({"bytes": future.result()} if future else {}))
+            self._pending.popleft()
+
+
+def prepare(
+    target: Target,
+    tokenizer: Any,
+    dataset: LocalFiles | HubDataset,
+    directory: Path,
+    *,
+    max_samples: int | None,
+    max_seq_len: int,
+) -> Totals | None:
+    """Write the samples of `dataset` to `directory`, or continue there; None when it was finished already.
+
+    Raises UserError when the directory holds something else or more samples than `max_samples`, when another process
+    uses it, or when no row is usable.
+    """
+    positions = target.config.get("max_position_embeddings")
+    if positions and max_seq_len > positions:
+        terminal.say(f"--max-seq-len {max_seq_len} is lowered to the target's {positions} positions")
+        max_seq_len = positions
+    fingerprint = {
+        "target": target.config_hash,
+        "tokenizer": tokenizer_hash(target, tokenizer),
+        "dataset": dataset.identity(),
+        "split": dataset.split,
+        "max_seq_len": max_seq_len,
+    }
+    end_ids = sorted({*target.end_ids} | ({tokenizer.eos_token_id} - {None}))
+    facts = {
+        "max_samples": max_samples,
+        "vocab_size": target.vocab_size,
+        "tokenizer_size": len(tokenizer),
+        "end_ids": end_ids,
+        "forced_ids": forced_ids(tokenizer, end_ids),
+    }
+    with artifacts.directory_lock(directory):
+        manifest = artifacts.read_manifest(directory, STAGE, missing_ok=True)
+        if manifest:
+            artifacts.require_same(
+                directory, manifest["fingerprint"], fingerprint, "give another --output-dir, or delete this one"
+            )
+        elif Index(directory).path.exists():
+            raise UserError(
+                f"{directory} has an index.jsonl but no manifest.json; give another --output-dir or delete it"
+            )
+        progress = read_progress(directory)
+        if max_samples is not None and progress.samples > max_samples:
+            raise UserError(
+                f"{directory} has {progress.samples} samples already, more than --max-samples {max_samples}; "
+                f"give another --output-dir, or at least {progress.samples}"
+            )
+        complete = bool(manifest and manifest["complete"])
+        enough = complete and (manifest["exhausted"] or progress.samples == max_samples)
+        if enough and not progress.damaged and (directory / "token_freq.pt").exists():
+            terminal.say(
+                f"{directory} is finished: {manifest['samples']:,} samples, {manifest['tokens']:,} tokens, "
+                f"{manifest['supervised']:,} of them assistant tokens; nothing to do"
+            )
+            return None
+        finished = complete and manifest["samples"] == progress.samples
+        counts = TokenCounts(directory, target.vocab_size, progress.samples, finished)
+        artifacts.write_manifest(directory, STAGE, fingerprint, **facts, complete=False)
+        artifacts.remove_stale_temporaries(directory)
+        for index in range(progress.samples, progress.samples + MOST_PENDING + 1):
+            sample_path(directory, index).unlink(missing_ok=True)  # written by a killed run that did not get to say so
+        run = _Run(directory, Masker(tokenizer, end_ids), counts, progress, max_samples, max_seq_len)
+        exhausted = run.over(dataset)
+        totals = progress.totals
+        if not totals.samples:
+            raise UserError(_nothing_usable(fingerprint["dataset"], totals))
+        counts.finish()
+        artifacts.write_manifest(
+            directory,
+            STAGE,
+            fingerprint,
+            samples=totals.samples,
+            tokens=totals.tokens,
+            supervised=totals.supervised,
+            skipped={reason: count for reason, (count, _) in totals.skipped.items()},
+            **facts,
+            exhausted=exhausted,
+            complete=True,
+        )
+        counts.copy.unlink(missing_ok=True)
+    return totals
+
+
+@dataclass
+class _Run:
+    """The pass over the dataset; updates the progress it begins with."""
+
+    directory: Path
+    masker: Masker
+    counts: TokenCounts
+    progress: Progress
+    max_samples: int | None
+    max_seq_len: int
+
+    def over(self, dataset: LocalFiles | HubDataset) -> bool:
+        """Process rows until there are enough samples; returns whether the dataset came to its end."""
+        counts, redo, furthest = self.counts, self.progress.redo, self.progress.furthest
+        for index in self.progress.whole[bisect_left(self.progress.whole, counts.covered) :]:
+            counts.add(index, _load_or_remove(sample_path(self.directory, index)))
+        done, saved, passed, exhausted = self.progress.samples, counts.covered, furthest is None, True
+        with (
+            Index(self.directory).appending() as index_writer,
+            ThreadPoolExecutor(WRITERS) as pool,
+            closing(SampleWriter(self.directory, index_writer, pool)) as writer,
+            closing(dataset.rows()) as rows,
+            _progress_bar(dataset, self.max_samples, done) as bar,
+        ):
+            for row in rows:
+                place = row.source, row.number
+                start = redo.pop(place, done if passed else None)
+                passed = passed or place == furthest
+                before = done
+                if start is not None:
+                    done = max(done, start + self._process(row, start, writer))
+                bar.update(1 if self.max_samples is None else done - before)
+                if passed and not redo and done - saved >= CHECKPOINT_EVERY:
+                    writer.wait()
+                    counts.save_copy(done)
+                    saved = done
+                if done == self.max_samples and not redo:
+                    exhausted = False
+                    break
+        if redo or (exhausted and not passed):
+            raise UserError(f"{self.directory}: the dataset has fewer rows than before; delete the directory and rerun")
+        return exhausted
+
+    def _process(self, row: Row, start: int, writer: SampleWriter) -> int:
+        """Write the samples of one row from index `start` on, or why there are none; returns their number."""
+        place = {"row": row.number, "source": row.source}
+        try:
+            conversation = parse_row(row)
+            samples = self.masker.samples(conversation, self.max_seq_len)
+        except SkipRow as skip:
+            record = {**place, "status": "skipped", "reason": str(skip)}
+            self.progress.totals.add_skipped(record)
+            writer.add(record)
+            return 0
+        common = {"conversation": conversation.digest, **place, "status": "done"}
+        if conversation.trailing:
+            common["trimmed"] = conversation.trailing
+        if self.max_samples is not None:
+            samples = samples[: self.max_samples - start]
+        records = []
+        for index, sample in enumerate(samples, start):
+            tensors = {
+                "input_ids": torch.tensor(sample.ids, dtype=torch.int32),  # [T]
+                "loss_mask": torch.tensor(sample.mask, dtype=torch.bool),  # [T]
+            }
+            record = {"index": index, "tokens": len(sample.ids), "supervised": sum(sample.mask), **common}
+            self.counts.add(index, tensors)
+            writer.add(record, tensors)
+            records.append(record)
+        self.progress.totals.add_row(records)
+        return len(records)
+
+
+def _progress_bar(dataset: LocalFiles | HubDataset, max_samples: int | None, done: int) -> Any:
+    if max_samples is None:  # how many samples there will be is not known, how many rows often is
+        return terminal.progress(dataset.total(), "row", "preparing")
+    return terminal.progress(max_samples, "sample", "preparing", done)
+
+
+def _load_or_remove(path: Path) -> dict[str, torch.Tensor]:
+    """Load a sample of an earlier run; a damaged file is removed, so that the next run makes it again."""
+    try:
+        return artifacts.load_tensors(path)
+    except UserError:
+        path.unlink()
+        raise
+
+
+def _nothing_usable(dataset: str, totals: Totals) -> str:
+    reasons = "; ".join(f"{count} × {reason}, first {place}" for reason, (count, place) in totals.skipped.items())
+    advice = "; give a larger --max-seq-len" if any("after truncation" in reason for reason in totals.skipped) else ""
+    return f"no usable conversation in {dataset}: {reasons or 'no rows'}{advice}"
+
+
+def forced_ids(tokenizer: Any, end_ids: list[int]) -> list[int]:
+    """Ids that must be in the draft vocabulary: end ids and all special and added tokens (roles, tools, thinking)."""
+    ids = {*end_ids, *tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    return sorted(token for token in ids if token < len(tokenizer))

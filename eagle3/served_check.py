@@ -1,0 +1,147 @@
+"""The served check: real vLLM loads target and export, and must write the same tokens with and without the draft.
+
+    python -m eagle3.served_check --model-path M --prepared-dir OUT/prepared --draft-dir OUT/draft
+
+Prompts are those of the held-out conversations of stage 04, greedy. In float32 on CPU different tokens are an error;
+on a GPU batch-dependent rounding can flip a near tie, so they are counted and shown. Writes served_check.json.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from eagle3 import artifacts, terminal, vllm_runtime
+from eagle3.target import open_target
+from eagle3.terminal import UserError
+
+
+def prompts_of(prepared: Path, indexes: list[int]) -> list[list[int]]:
+    """Token ids of each sample up to its first supervised token."""
+    prompts = []
+    for index in indexes:
+        sample = artifacts.load_tensors(artifacts.sample_path(prepared, index))
+        prompts.append(sample["input_ids"][: int(sample["loss_mask"].int().argmax())].tolist())
+    return prompts
+
+
+def generate(
+    llm: Any, prompts: list[list[int]], max_new_tokens: int, description: str
+) -> tuple[list[list[int]], float]:
+    """Greedy answers as token ids, and the seconds they took."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=max_new_tokens)
+    started = time.monotonic()
+    terminal.say(f"{description}: {len(prompts)} prompts")
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs], time.monotonic() - started
+
+
+def acceptance(llm: Any) -> dict[str, Any]:
+    """Acceptance length and per-position rates from the engine's own counters."""
+    counters = {metric.name: metric for metric in llm.get_metrics() if metric.name.startswith("vllm:spec_decode_")}
+    if not counters:
+        raise UserError("vLLM reports no speculative decoding counters; the draft was not used")
+    drafts = counters["vllm:spec_decode_num_drafts"].value
+    accepted = counters["vllm:spec_decode_num_accepted_tokens"].value
+    by_position = counters["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+    if not drafts:
+        raise UserError("vLLM made no draft at all; the answers are too short to tell anything, raise --max-new-tokens")
+    return {
+        "tau": round(1 + accepted / drafts, 4),
+        "acceptance_by_position": [round(value / drafts, 4) for value in by_position],
+        "drafts": int(drafts),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", required=True, help="target: model directory or hub name")
+    parser.add_argument("--prepared-dir", type=Path, required=True, help="output of stage 01")
+    parser.add_argument("--draft-dir", type=Path, required=True, help="output of stage 04")
+    parser.add_argument("--num-speculative-tokens", type=int, default=3, help="drafts a step (default %(default)s)")
+    parser.add_argument("--max-prompts", type=int, default=20, help="(default %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="(default %(default)s)")
+    parser.add_argument("--tensor-parallel-size", type=int, help="default: all visible GPUs")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    if vllm_runtime.version() is None:
+        raise UserError("the served check needs vLLM, which this environment lacks; run it where vLLM is installed")
+
+    import torch
+
+    target = open_target(arguments.model_path, weights=True)
+    trained = artifacts.read_manifest(arguments.draft_dir, "04")
+    prepared = artifacts.read_manifest(arguments.prepared_dir, "01")
+    if not trained["complete"]:
+        raise UserError(f"{arguments.draft_dir}: stage 04 has not finished; rerun it")
+    for directory, manifest in ((arguments.draft_dir, trained), (arguments.prepared_dir, prepared)):
+        wanted = {"target": target.config_hash}
+        artifacts.require_same(directory, manifest["fingerprint"], wanted, "give the --model-path it was made with")
+    if not trained["held_out"]:
+        raise UserError(f"{arguments.draft_dir}: no conversation was held out; train with --val-fraction above 0")
+    prompts = prompts_of(arguments.prepared_dir, trained["held_out"][: arguments.max_prompts])
+
+    on_cpu = not torch.cuda.is_available()
+    dtype = "float32" if on_cpu else "bfloat16"
+    log = arguments.draft_dir / "served_check.log"
+    settings = {
+        "dtype": dtype,
+        "max_model_len": min(max(map(len, prompts)) + arguments.max_new_tokens + 16, target.max_positions),
+        "trust_remote_code": arguments.trust_remote_code,
+        "tensor_parallel_size": arguments.tensor_parallel_size or max(1, torch.cuda.device_count()),
+    }
+    plain = vllm_runtime.load(target.directory, log, **settings)
+    try:
+        expected, plain_seconds = generate(plain, prompts, arguments.max_new_tokens, "without the draft")
+    finally:
+        vllm_runtime.shutdown(plain)
+    draft = {
+        "method": "eagle3",
+        "model": str(arguments.draft_dir / "export"),
+        "num_speculative_tokens": arguments.num_speculative_tokens,
+    }
+    drafting = vllm_runtime.load(target.directory, log, speculative_config=draft, disable_log_stats=False, **settings)
+    try:
+        written, draft_seconds = generate(drafting, prompts, arguments.max_new_tokens, "with the draft")
+        report = acceptance(drafting)
+    finally:
+        vllm_runtime.shutdown(drafting)
+
+    different = [place for place, (a, b) in enumerate(zip(expected, written, strict=True)) if a != b]
+    report |= {
+        "identical": len(prompts) - len(different),
+        "prompts": len(prompts),
+        "different_samples": [trained["held_out"][place] for place in different],
+        "dtype": dtype,
+        "engine": vllm_runtime.version(),
+        "seconds_without": round(plain_seconds, 2),
+        "seconds_with": round(draft_seconds, 2),
+    }
+    artifacts.save_json(arguments.draft_dir / "served_check.json", report)
+    if different and on_cpu:
+        first = different[0]
+        place = next(i for i, (a, b) in enumerate(zip(expected[first], written[first], strict=False)) if a != b)
+        raise UserError(
+            f"served check: {len(different)} of {len(prompts)} answers differ with the draft, the first in sample "
+            f"{trained['held_out'][first]} at token {place}: {expected[first][place]} without it, "
+            f"{written[first][place]} with it"
+        )
+    terminal.summary(
+        "served check: vLLM loads target and draft",
+        {
+            "identical answers": f"{report['identical']} of {report['prompts']} ({dtype}, greedy)",
+            "tau": f"{report['tau']} over {report['drafts']} drafts of {arguments.num_speculative_tokens} tokens",
+            "by position": report["acceptance_by_position"],
+            "draft": arguments.draft_dir / "export",
+        },
+        started,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    terminal.quiet_libraries()
+    terminal.run(main)

@@ -1,0 +1,264 @@
+"""Facts about the target: nested config, tokenizer, layer ids, and the three tensors the draft shares.
+
+Nothing here loads the whole model: the config is read as JSON, and embedding, final norm and lm_head come from the
+shards that hold them.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from eagle3.terminal import UserError, short
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt")
+
+
+@dataclass(frozen=True)
+class Target:
+    """One target model directory and the facts the stages need. `config` is the text model's part of config.json."""
+
+    directory: Path
+    config: dict[str, Any]
+    end_ids: tuple[int, ...]  # every id that ends a generation, ascending
+    config_hash: str
+
+    @property
+    def model_type(self) -> str:
+        return self.config.get("model_type", "")
+
+    @property
+    def hidden_size(self) -> int:
+        return self._number("hidden_size")
+
+    @property
+    def num_layers(self) -> int:
+        return self._number("num_hidden_layers")
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding: the config's number, which may exceed the tokenizer's."""
+        return self._number("vocab_size")
+
+    @property
+    def max_positions(self) -> int:
+        return self._number("max_position_embeddings")
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether lm_head is the embedding. Absent means tied only where transformers' class default says so."""
+        return bool(self.config.get("tie_word_embeddings", self.model_type.startswith("gemma")))
+
+    def _number(self, key: str) -> int:
+        value = self.config.get(key)
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"{self.directory}/config.json: {key} is {value!r}, expected a positive integer")
+        return value
+
+
+def open_target(model_path: str, *, weights: bool = False) -> Target:
+    """Open a local model directory or a hub name (downloaded to the hub cache; weights only when asked for).
+
+    Raises UserError with the path and what to do when it is not a model.
+    """
+    directory = _local_directory(model_path, weights)
+    raw = _read_json(directory / "config.json")
+    if raw is None:
+        raise UserError(f"{directory} has no config.json; --model-path must be a model directory or a hub name")
+    text = dict(raw.get("text_config") or raw)
+    if "text_config" in raw and "tie_word_embeddings" not in text and "tie_word_embeddings" in raw:
+        text["tie_word_embeddings"] = raw["tie_word_embeddings"]
+    generation = _read_json(directory / "generation_config.json") or {}
+    ends: set[int] = set()
+    for value in (raw.get("eos_token_id"), text.get("eos_token_id"), generation.get("eos_token_id")):
+        ends.update([value] if isinstance(value, int) else value or [])
+    digest = hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:16]
+    return Target(directory, text, tuple(sorted(ends)), digest)
+
+
+def _local_directory(model_path: str, weights: bool) -> Path:
+    if os.path.isdir(model_path):
+        return Path(model_path).resolve()
+    if os.path.exists(model_path) or model_path.startswith((".", "/", "~")) or model_path.count("/") != 1:
+        raise UserError(f"--model-path {model_path}: no such directory")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    small = ["*.json", "*.jinja", "*.py", "tokenizer*", "*.model", "*.txt"]
+    try:
+        return Path(snapshot_download(model_path, allow_patterns=None if weights else small))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise UserError(
+            f"--model-path {model_path}: no such directory, and the hub did not give it ({short(error)}); "
+            "give a local model directory"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON ({error})") from error
+
+
+# -------------------------------------------------------------------------------------------- tokenizer
+
+
+def load_tokenizer(target: Target, *, trust_remote_code: bool) -> Any:
+    """The target's tokenizer. Raises UserError without one, or without a chat template."""
+    from transformers import AutoTokenizer
+
+    declared = (_read_json(target.directory / "tokenizer_config.json") or {}).get("auto_map", {})
+    if "AutoTokenizer" in declared and not trust_remote_code:
+        # transformers would silently build a different fast tokenizer
+        raise UserError(f"the tokenizer of {target.directory} is remote code; read it, then give --trust-remote-code")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target.directory, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise UserError(f"{target.directory}: the tokenizer does not load ({short(error)})") from error
+    if not tokenizer.chat_template:
+        raise UserError(f"the tokenizer of {target.directory} has no chat template; stage 01 needs one")
+    if len(tokenizer) > target.vocab_size:
+        raise UserError(
+            f"{target.directory}: the tokenizer has {len(tokenizer)} ids, config.json's vocab_size is "
+            f"{target.vocab_size}; they do not belong together"
+        )
+    return tokenizer
+
+
+def tokenizer_hash(target: Target, tokenizer: Any) -> str:
+    """Digest of the vocabulary files, added tokens and chat template: what turns text into ids."""
+    digest = hashlib.sha256(repr(tokenizer.chat_template).encode())
+    digest.update(json.dumps(sorted(tokenizer.get_added_vocab().items())).encode())
+    for name in TOKENIZER_FILES:
+        if (path := target.directory / name).exists():
+            digest.update(name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+# -------------------------------------------------------------------------------------------- layer ids
+
+
+def default_aux_layers(num_layers: int) -> list[int]:
+    """Aux layers of EAGLE-3 in vLLM's convention (id i is the residual stream entering layer i): [2, N/2, N-3]."""
+    layers = [2, num_layers // 2, num_layers - 3]
+    if not layers[0] < layers[1] < layers[2]:
+        raise UserError(f"no default aux layers for a target of {num_layers} layers; give --aux-layers, e.g. 1,2,3")
+    return layers
+
+
+def parse_aux_layers(text: str | None, num_layers: int) -> list[int]:
+    """`--aux-layers` as ascending ids in 1..N-1, or the default when not given."""
+    if text is None:
+        return default_aux_layers(num_layers)
+    try:
+        layers = sorted(int(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        raise UserError(f"--aux-layers {text!r}: expected integers such as 2,15,27") from None
+    if not layers or len(set(layers)) != len(layers) or not 1 <= layers[0] <= layers[-1] < num_layers:
+        raise UserError(f"--aux-layers {text!r}: expected different ids in 1..{num_layers - 1}")
+    return layers
+
+
+# ---------------------------------------------------------------------------------------------- tensors
+
+
+def _tensor_files(target: Target) -> dict[str, Path]:
+    """File of every tensor, from the index or the single file's header."""
+    index = _read_json(target.directory / "model.safetensors.index.json")
+    if index is not None:
+        return {name: target.directory / file for name, file in index["weight_map"].items()}
+    single = target.directory / "model.safetensors"
+    if not single.exists():
+        raise UserError(f"{target.directory} has neither model.safetensors nor model.safetensors.index.json")
+    return dict.fromkeys(_tensor_names(single), single)
+
+
+def _tensor_names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is missing or damaged ({short(error)}); fetch it again") from error
+
+
+def _read_tensor(target: Target, suffix: str) -> torch.Tensor:
+    """The one tensor whose name ends in `suffix`, opening only the file that holds it."""
+    files = _tensor_files(target)
+    names = [name for name in files if name == suffix or name.endswith("." + suffix)]
+    if len(names) != 1:
+        found = names or [name for name in files if any(word in name for word in ("embed", "head", "norm"))][:8]
+        raise UserError(
+            f"{target.directory}: {len(names)} tensors named ...{suffix}, expected one; candidates: {', '.join(found)}"
+        )
+    path = files[names[0]]
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(names[0])
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: cannot read {names[0]} ({short(error)}); fetch the file again") from error
+
+
+def read_embedding(target: Target) -> torch.Tensor:
+    """Input embedding, [V, H]."""
+    return _checked(target, "embed_tokens.weight", (target.vocab_size, target.hidden_size))
+
+
+def read_lm_head(target: Target) -> torch.Tensor:
+    """Output head, [V, H]: the embedding where the config ties them, otherwise lm_head, never a fallback."""
+    if target.tied_embeddings:
+        return read_embedding(target)
+    return _checked(target, "lm_head.weight", (target.vocab_size, target.hidden_size))
+
+
+def read_final_norm(target: Target) -> torch.Tensor:
+    """Weight of the final RMSNorm, [H]; for Gemma families as stored, without the 1 that is added."""
+    return _checked(target, "model.norm.weight", (target.hidden_size,))
+
+
+def _checked(target: Target, suffix: str, shape: tuple[int, ...]) -> torch.Tensor:
+    tensor = _read_tensor(target, suffix)
+    if tuple(tensor.shape) != shape:
+        raise UserError(f"{target.directory}: {suffix} is {tuple(tensor.shape)}, config.json says {shape}")
+    return tensor
+
+
+class TargetHead:
+    """Final norm and lm_head of the target: states of the last layer before the norm -> logits.
+
+    Besides RMSNorm and the matrix it does what the target does: Gemma's (1 + w), logit scale, softcap. The capture's
+    canary proves it against the engine's own log probabilities.
+    """
+
+    def __init__(
+        self, target: Target, dtype: torch.dtype, device: torch.device | str, rows: torch.Tensor | None = None
+    ):
+        """`rows` selects vocabulary ids (int64 [D]); None keeps all."""
+        config = target.config
+        head = read_lm_head(target)
+        self.weight = (head if rows is None else head[rows]).to(device, dtype)  # [D, H]
+        norm = read_final_norm(target).float()
+        if target.model_type.startswith("gemma"):
+            norm = norm + 1
+        self.norm = norm.to(device)  # [H], float32
+        self.eps = float(config.get("rms_norm_eps") or config.get("norm_eps") or 1e-6)
+        self.scale = float(config.get("logit_scale") or 1.0) / float(config.get("logits_scaling") or 1.0)
+        self.softcap = config.get("final_logit_softcapping")
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """[S, H] -> float logits [S, D] in the dtype of the head."""
+        x = states.float()
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.norm
+        logits = torch.nn.functional.linear(x.to(self.weight.dtype), self.weight)  # [S, D]
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits

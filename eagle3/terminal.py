@@ -1,0 +1,143 @@
+"""What the person at the terminal sees: one-line errors, quiet libraries, progress bars, closing summaries."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+
+class UserError(Exception):
+    """A fault the user can mend. Its text is one line: what is wrong, with the values, and what to do."""
+
+
+def quiet_libraries() -> None:
+    """Keep library chatter off the terminal. Call before importing torch, transformers, datasets, deepspeed or vllm.
+
+    Only defaults are set: whoever exports one of these variables keeps the value.
+    """
+    if "PYTHONWARNINGS" not in os.environ:  # which the interpreter reads at its start: for children
+        warnings.simplefilter("ignore")
+    for name, value in {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_VERBOSITY": "error",  # else every retry of an unreachable hub is a line
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",  # warns after a fork otherwise
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def run(main: Callable[[], int | None]) -> None:
+    """Run a script's main and exit: 0, 1 after a user error, 130 after Ctrl-C, 143 after SIGTERM.
+
+    Anything else keeps its traceback, for it is a defect of the program.
+    """
+    signal.signal(signal.SIGTERM, _raise_terminated)
+    try:
+        code = main() or 0
+    except UserError as error:
+        code = _fail(f"error: {error}", 1)
+    except KeyboardInterrupt:
+        code = _fail("interrupted: nothing finished is lost; the same command continues", 130)
+    except _Terminated:
+        code = _fail("terminated: nothing finished is lost; the same command continues", 143)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        code = _fail(f"error: {error.strerror}{where}; free the space or fix the path, then run the same command", 1)
+        if os.environ.get("EAGLE3_DEBUG"):
+            traceback.print_exc()
+    sys.exit(code)
+
+
+class _Terminated(BaseException):
+    """SIGTERM as an exception, so that `finally` blocks run."""
+
+
+def _raise_terminated(signum: int, frame: object) -> None:
+    raise _Terminated
+
+
+def _fail(line: str, code: int) -> int:
+    print(f"\n{line}" if code > 1 else line, file=sys.stderr, flush=True)
+    return code
+
+
+def short(error: BaseException) -> str:
+    """Type and first line of another library's error, for use inside a one-line message."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error).strip() else ''}"
+
+
+def progress(total: int | None, unit: str, description: str, done: int = 0) -> tqdm:
+    """A bar with a rate and, where `total` is known, an ETA; `done` items of an earlier run count for neither."""
+    return tqdm(
+        total=total, initial=done, unit=unit, desc=description, dynamic_ncols=True, smoothing=0.1, mininterval=0.5
+    )
+
+
+def say(text: str) -> None:
+    """A line on standard output that does not tear a progress bar."""
+    tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()
+
+
+def warn(text: str) -> None:
+    """A warning line on standard error."""
+    tqdm.write(f"warning: {text}", file=sys.stderr)
+
+
+def summary(title: str, rows: dict[str, object], started: float) -> None:
+    """The closing summary of a stage: one aligned line a row, then the seconds since `started` (time.monotonic)."""
+    width = max(map(len, [*rows, "took"]))
+    lines = [f"{title}", *(f"  {key:<{width}}  {value}" for key, value in rows.items())]
+    say("\n".join([*lines, f"  {'took':<{width}}  {time.monotonic() - started:.1f} s"]))
+
+
+@contextlib.contextmanager
+def output_to(log: Path, what: str) -> Iterator[None]:
+    """Send this process's and its new children's output to `log` (appended) while the block runs.
+
+    For libraries that print from C or from worker processes: a child started inside keeps writing to the log after
+    the block. When the block fails, the last lines of the log are shown and the error goes on.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with open(log, "ab", buffering=0) as sink:
+        start = sink.tell()
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+        failed = False
+        try:
+            yield
+        except Exception:  # not after Ctrl-C
+            failed = True
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for old, descriptor in zip(saved, (1, 2), strict=True):
+                os.dup2(old, descriptor)
+                os.close(old)
+            if failed:
+                print(f"{what} failed; the end of {log}:\n{tail(log, 15, start)}", file=sys.stderr)
+
+
+def tail(path: Path, lines: int, start: int = 0) -> str:
+    """The last `lines` lines of a text file, looking no further back than byte `start`."""
+    with open(path, "rb") as file:
+        file.seek(start)
+        return "".join(f"  | {line.decode(errors='replace').rstrip()}\n" for line in deque(file, lines)).rstrip("\n")

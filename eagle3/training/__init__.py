@@ -1,0 +1,1 @@
+"""Training the draft: supervision, packing, metrics and the DeepSpeed loop."""

@@ -1,0 +1,102 @@
+"""What stages 02 and 03 left, checked to belong together and to the target."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3 import artifacts
+from eagle3.target import Target
+from eagle3.terminal import UserError
+
+# set by flags of stage 04, so that one value cannot stand in two places
+OWN_DEEPSPEED_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "bf16",
+    "fp16",
+    "optimizer",
+    "scheduler",
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Checked inputs of a training run."""
+
+    directory: Path  # stage 02's
+    records: list[dict[str, Any]]  # index records of whole samples, ascending
+    aux_layers: list[int]
+    d2t: torch.Tensor  # int64 [D]
+    t2d: torch.Tensor  # bool [V]
+    fingerprint: dict[str, str]  # of states, samples and vocabulary map
+
+    def sources(self) -> list[str]:
+        """Names of the data sources, in order of size."""
+        names = [record["source"] for record in self.records]
+        return sorted(set(names), key=lambda name: (-names.count(name), name))
+
+
+def open_inputs(target: Target, hidden_states: Path, vocab_map: Path) -> Inputs:
+    """Open both directories. Raises UserError naming the field and both values where something does not match."""
+    states = artifacts.read_manifest(hidden_states, "02")
+    mapped = artifacts.read_manifest(vocab_map, "03")
+    made_from = states["fingerprint"]
+    artifacts.require_same(
+        hidden_states, made_from, {"target": target.config_hash}, "give the --model-path that stage 02 had"
+    )
+    if not states["complete"]:
+        raise UserError(f"{hidden_states}: stage 02 has not finished; rerun it")
+    same = {"target": made_from["target"], "tokenizer": made_from["tokenizer"]}
+    artifacts.require_same(vocab_map, mapped["fingerprint"], same, "rerun stage 03 for the data of these states")
+    vocab = artifacts.load_tensors(vocab_map / "vocab_map.pt")
+    _check_vocab_map(vocab_map, vocab, mapped["fingerprint"]["draft_vocab_size"], target.vocab_size)
+    index = artifacts.Index(hidden_states).samples()
+    records = [record for record in index.values() if record["status"] == "done"]
+    if sum(record["supervised"] for record in records) == 0:
+        raise UserError(f"{hidden_states}: no supervised token in {len(records)} samples; look at the data of stage 01")
+    return Inputs(
+        directory=hidden_states,
+        records=records,
+        aux_layers=states["aux_layers"],
+        d2t=vocab["d2t"].clone(),
+        t2d=vocab["t2d"].clone(),
+        fingerprint={
+            "states": artifacts.digest(made_from),
+            "samples": artifacts.digest(
+                [[record["index"], record["tokens"], record["supervised"]] for record in records]
+            ),
+            "vocab_map": artifacts.digest(mapped["fingerprint"]),
+        },
+    )
+
+
+def _check_vocab_map(directory: Path, vocab: dict[str, torch.Tensor], draft_size: int, vocab_size: int) -> None:
+    d2t, t2d = vocab["d2t"], vocab["t2d"]
+    found = (d2t.shape[0], int(t2d.sum()), t2d.shape[0])
+    wanted = (draft_size, draft_size, vocab_size)
+    if found != wanted:
+        raise UserError(
+            f"{directory}/vocab_map.pt: d2t has {found[0]} ids, t2d marks {found[1]} of {found[2]}; "
+            f"the manifest and the target say {wanted[0]}, {wanted[1]} of {wanted[2]}; rerun stage 03"
+        )
+    ids = torch.arange(draft_size) + d2t
+    if not (bool((ids[1:] > ids[:-1]).all()) and bool(t2d[ids].all())):
+        raise UserError(f"{directory}/vocab_map.pt: d2t and t2d disagree, or the ids do not ascend; rerun stage 03")
+
+
+def read_deepspeed_config(path: Path) -> dict[str, Any]:
+    """DeepSpeed's JSON. Raises UserError naming every key that a flag of stage 04 sets, or holding 'auto'."""
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"--deepspeed-config {path}: {error}") from error
+    if twice := [key for key in OWN_DEEPSPEED_KEYS if key in config]:
+        raise UserError(f"--deepspeed-config {path} sets {', '.join(twice)}; remove them, flags of stage 04 set these")
+    if '"auto"' in json.dumps(config):
+        raise UserError(f'--deepspeed-config {path} holds "auto", which only the transformers trainer resolves')
+    return config

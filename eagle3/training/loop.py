@@ -1,0 +1,359 @@
+"""The training loop under DeepSpeed: batches, one optimizer step, validation, checkpoints that resume."""
+
+import contextlib
+import logging
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from eagle3 import artifacts, terminal
+from eagle3.draft.loss import Teacher
+from eagle3.draft.model import Batch, DraftModel
+from eagle3.target import TargetHead
+from eagle3.terminal import UserError
+from eagle3.training import packing
+from eagle3.training.metrics import Acceptance, measure
+from eagle3.training.record import Record
+from eagle3.training.supervision import empty_batch, load_sample, make_batch
+
+CHECKPOINTS_KEPT = 2
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What changes the weights, apart from the data and the number of ranks."""
+
+    epochs: int
+    learning_rate: float
+    warmup_ratio: float
+    weight_decay: float
+    clip: float
+    max_tokens: int  # tokens of one pack (micro-batch)
+    accumulation: int
+    ttt_steps: int
+    step_decay: float  # weight of TTT step k is step_decay ** k
+    loss_norm: str  # per-step | first-step
+    supervision: str  # served | shifted-mask
+    train_lm_head: bool
+    dtype: str
+    seed: int
+
+
+class StopRequested:
+    """Turns SIGINT and SIGTERM into a flag that is read between optimizer steps."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.signal:  # asked twice: the person does not want to wait for the checkpoint
+            os._exit(128 + number)
+        self.signal = number
+
+
+@contextlib.contextmanager
+def distributed() -> Iterator[tuple[int, int]]:
+    """Join the ranks a launcher started (torchrun, deepspeed), or be the only one. Gives (rank, world)."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
+        os.environ.setdefault(name, value)
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ.setdefault("MASTER_PORT", "0")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it found no GPU
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # On CPU it would compile its own all-reduce with g++ at run time, for minutes; gloo needs nothing
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    except BaseException:
+        if dist.get_world_size() > 1:
+            raise  # the other ranks may be waiting in a collective: leaving the group in order would wait with them
+        dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """This rank's device."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cpu")
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if dist.get_world_size() > 1:
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def output_lock(directory: Path) -> Iterator[None]:
+    """Hold the output directory's lock on rank 0; all ranks stop when it is taken."""
+    with contextlib.ExitStack() as stack:
+        refused: UserError | None = None
+        if dist.get_rank() == 0:
+            try:
+                stack.enter_context(artifacts.directory_lock(directory))
+            except UserError as error:
+                refused = error
+        verdict = [str(refused) if refused else None]
+        dist.broadcast_object_list(verdict)
+        if verdict[0]:
+            raise UserError(verdict[0])
+        yield
+
+
+def claim_output(directory: Path, fingerprint: dict[str, Any]) -> None:
+    """Start a manifest, or refuse a directory that another training run filled."""
+    earlier = artifacts.read_manifest(directory, "04", missing_ok=True)
+    barrier()  # every rank has looked before rank 0 writes
+    if earlier:
+        remedy = "give another --output-dir, or delete this one"
+        artifacts.require_same(directory, earlier["fingerprint"], fingerprint, remedy)
+    elif dist.get_rank() == 0:
+        artifacts.write_manifest(directory, "04", fingerprint, complete=False)
+
+
+class Trainer:
+    """One training run in one output directory."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        head: TargetHead,
+        options: TrainOptions,
+        deepspeed_config: dict[str, Any],
+        hidden_states: Path,
+        output: Path,
+        train: list[dict],
+        held_out: list[dict],
+        target_to_draft: torch.Tensor,
+        save_every: int,
+    ) -> None:
+        """`train` and `held_out` are index records of stage 02; `target_to_draft` int64 [V] gives -1 outside;
+        a checkpoint is written every `save_every` optimizer steps and after each epoch."""
+        import deepspeed
+
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.options, self.head, self.output, self.hidden_states = options, head, output, hidden_states
+        self.train_records, self.held_out, self.save_every = train, held_out, save_every
+        self.device = device()
+        self.target_to_draft = target_to_draft.to(self.device)
+        self.dtype = getattr(torch, options.dtype)
+        per_epoch = [
+            packing.steps_per_epoch(len(self._packs(epoch)), self.world, options.accumulation)
+            for epoch in range(options.epochs)
+        ]
+        self.total_steps = sum(per_epoch)
+        model.lm_head.weight.requires_grad_(options.train_lm_head)
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trainable, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=options.weight_decay
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._learning_rate_factor)
+        self.engine, _, _, self.schedule = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=schedule,
+            config=deepspeed_config
+            | {
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": options.accumulation,
+                "gradient_clipping": options.clip,
+                "bf16": {"enabled": options.dtype == "bfloat16"},
+                "steps_per_print": 10**9,
+            },
+        )
+        self.model: DraftModel = self.engine.module
+        self.step = 0  # optimizer steps done
+        self.epoch = 0
+        self.step_in_epoch = 0
+        self.last_report: dict[str, Any] | None = None
+
+    def _packs(self, epoch: int) -> list[list[dict]]:
+        return packing.epoch_packs(self.train_records, self.options.max_tokens, self.options.seed, epoch)
+
+    def _learning_rate_factor(self, step: int) -> float:
+        """Linear warm-up, then cosine to a tenth."""
+        warmup = max(1, math.ceil(self.options.warmup_ratio * self.total_steps))
+        if step < warmup:
+            return (step + 1) / warmup
+        share = (step - warmup) / max(1, self.total_steps - warmup)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, share)))
+
+    # ------------------------------------------------------------------------------------------- batches
+
+    def _batch(self, records: list[dict], supervision: str) -> Batch:
+        samples = [load_sample(self.hidden_states, record) for record in records]
+        batch = make_batch(samples, self.options.ttt_steps, supervision) if samples else None
+        if batch is None or batch.rows.numel() == 0:
+            return empty_batch(self.model.config, self.options.ttt_steps)
+        return batch
+
+    def _prefetched(self, jobs: list[list[list[dict]]]) -> Iterator[list[Batch]]:
+        """The micro-batches of each optimizer step, read one step ahead in a thread."""
+
+        def read(step_records: list[list[dict]]) -> list[Batch]:
+            return [self._batch(records, self.options.supervision) for records in step_records]
+
+        with ThreadPoolExecutor(1) as pool:
+            pending = pool.submit(read, jobs[0]) if jobs else None
+            for following in [*jobs[1:], None]:
+                batches = pending.result()
+                pending = pool.submit(read, following) if following is not None else None
+                yield batches
+
+    def _teacher(self, batch: Batch) -> Teacher:
+        with torch.no_grad():
+            return Teacher(self.head(batch.final_hidden))
+
+    # ---------------------------------------------------------------------------------------------- steps
+
+    def _optimizer_step(self, batches: list[Batch], stop: int) -> tuple[torch.Tensor, int]:
+        """Accumulate and apply one optimizer step. Returns (mean loss [K] over all ranks, highest stop signal)."""
+        steps = self.options.ttt_steps
+        counts = torch.zeros(steps + 1, dtype=torch.float64, device=self.device)  # rows of each TTT step; stop signal
+        for batch in batches:
+            counts[:steps] += batch.valid.sum(1).to(self.device)
+        counts[steps] = stop
+        if self.world > 1:
+            dist.all_reduce(counts)
+        rows = counts[:steps]  # supervised rows of the whole optimizer step, all ranks and micro-batches
+        divisor = (rows if self.options.loss_norm == "per-step" else rows[:1].expand(steps)).clamp(min=1)
+        weights = torch.tensor([self.options.step_decay**step for step in range(steps)], device=self.device)
+        sums = torch.zeros(steps, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            batch = batch.to(self.device, self.dtype)
+            output = self.engine(batch, self._teacher(batch))
+            sums += output.loss.detach()
+            loss = (output.loss * weights / divisor.float()).sum()
+            # DeepSpeed averages over ranks; the divisor is already global
+            self.engine.backward(loss * self.world, scale_wrt_gas=False)
+            self.engine.step()
+        if self.world > 1:
+            dist.all_reduce(sums)
+        return (sums / rows.clamp(min=1)).cpu(), int(counts[steps])
+
+    def run(self) -> int:
+        """Train to the end or to a stop signal. Returns the signal's number, 0 at the end."""
+        stop = StopRequested()
+        with contextlib.ExitStack() as stack:
+            record = bar = None
+            if self.rank == 0:
+                record = stack.enter_context(Record(self.output, self.step))
+                bar = stack.enter_context(terminal.progress(self.total_steps, "step", "training", self.step))
+            while self.epoch < self.options.epochs:
+                if self._epoch(stop, record, bar):
+                    self._save()
+                    return stop.signal or signal.SIGTERM
+                self.epoch, self.step_in_epoch = self.epoch + 1, 0
+                if self.held_out:
+                    self.last_report = self.evaluate(self.model)
+                    if record:
+                        record.add("held_out", self.step, {"epoch": self.epoch} | self.last_report)
+                self._save()
+        return 0
+
+    def _epoch(self, stop: StopRequested, record: Record | None, bar: tqdm | None) -> bool:
+        """The rest of the current epoch. Returns whether a stop was asked for; `record` and `bar` are rank 0's."""
+        packs = self._packs(self.epoch)
+        count = packing.steps_per_epoch(len(packs), self.world, self.options.accumulation)
+        jobs = [
+            packing.step_packs(packs, step, self.rank, self.world, self.options.accumulation)
+            for step in range(self.step_in_epoch, count)
+        ]
+        for batches in self._prefetched(jobs):
+            started = time.monotonic()
+            rate = self.schedule.get_last_lr()[0]
+            loss, asked = self._optimizer_step(batches, stop.signal)
+            self.step += 1
+            self.step_in_epoch += 1
+            if not torch.isfinite(loss).all():
+                raise UserError(f"the loss of step {self.step} is {loss.tolist()}; lower --learning-rate")
+            if record:
+                values = {
+                    "epoch": self.epoch,
+                    "loss_by_step": [round(value, 5) for value in loss.tolist()],
+                    "learning_rate": rate,
+                    "gradient_norm": float(self.engine.get_global_grad_norm()),
+                    "seconds": round(time.monotonic() - started, 3),
+                }
+                record.add("train", self.step, values)
+            if bar is not None:
+                bar.update(1)
+                bar.set_postfix(loss=f"{float(loss[0]):.3f}", tau=(self.last_report or {}).get("tau", "-"))
+            if asked:
+                return True
+            if self.step % self.save_every == 0 and self.step_in_epoch < count:
+                self._save()
+        return False
+
+    @torch.no_grad()
+    def evaluate(self, model: DraftModel) -> dict[str, Any]:
+        """Loss, accuracy and walk tau of `model` on the held-out conversations, always with served supervision."""
+        sums = Acceptance(self.options.ttt_steps)
+        for records in packing.pack(self.held_out, self.options.max_tokens)[self.rank :: self.world]:
+            batch = self._batch(records, "served").to(self.device, model.fc.weight.dtype)
+            measure(model(batch, self._teacher(batch)), batch, self.target_to_draft, sums)
+        vector = sums.tensor().to(self.device)
+        if self.world > 1:
+            dist.all_reduce(vector)
+        return Acceptance.of(vector.cpu(), self.options.ttt_steps).report()
+
+    # ---------------------------------------------------------------------------------------- checkpoints
+
+    def _save(self) -> None:
+        """Write a checkpoint; `latest` points to it only once it is whole, older ones go after that."""
+        folder = self.output / "checkpoints"
+        state = {"step": self.step, "epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
+        state |= {"last_report": self.last_report, "total_steps": self.total_steps}
+        tag = f"step{self.step:08d}"
+        self.engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
+        barrier()  # every rank's part is on disk
+        if self.rank == 0:
+            with artifacts.atomic_file(folder / "latest", "w") as file:
+                file.write(tag)
+            for old in sorted(folder.glob("step*"))[:-CHECKPOINTS_KEPT]:
+                shutil.rmtree(old)
+
+    def resume(self) -> bool:
+        """Continue from the latest checkpoint of the output directory; False when there is none."""
+        folder = self.output / "checkpoints"
+        if not (folder / "latest").exists():
+            return False
+        tag = (folder / "latest").read_text().strip()
+        try:
+            path, state = self.engine.load_checkpoint(str(folder), tag=tag)
+        except Exception as error:
+            raise UserError(
+                f"checkpoint {folder / tag} does not load ({str(error).splitlines()[0] if str(error) else error!r}); "
+                f"write an earlier one's name into {folder / 'latest'}: "
+                f"{', '.join(p.name for p in sorted(folder.glob('step*'))) or 'none there'}"
+            ) from error
+        if path is None:
+            raise UserError(f"checkpoint {folder / tag} is incomplete; write an earlier one's name into latest")
+        self.step, self.epoch, self.step_in_epoch = state["step"], state["epoch"], state["step_in_epoch"]
+        self.last_report = state["last_report"]
+        if self.rank == 0 and state["total_steps"] != self.total_steps:
+            terminal.warn(
+                f"the run had {state['total_steps']} steps, now it has {self.total_steps}: "
+                "the learning rate follows the new plan"
+            )
+        return True

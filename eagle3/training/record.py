@@ -1,0 +1,37 @@
+"""The written record of a run: metrics.jsonl and TensorBoard events."""
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+
+class Record:
+    """Appends to both. After a resume, steps beyond the checkpoint are written again: the later line counts."""
+
+    def __init__(self, directory: Path, step: int) -> None:
+        """`step`: optimizer steps already done; TensorBoard drops what it had beyond."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = (directory / "metrics.jsonl").open("a")
+        self._board = SummaryWriter(directory / "tensorboard", purge_step=step)
+
+    def __enter__(self) -> "Record":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+        self._board.close()
+
+    def add(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """One line of `kind` ("train" or "held_out"); lists have one number a TTT step."""
+        self._file.write(json.dumps({"kind": kind, "step": step} | values) + "\n")
+        self._file.flush()
+        for key, value in values.items():
+            numbers = (
+                {f"{key}/{place}": v for place, v in enumerate(value)} if isinstance(value, list) else {key: value}
+            )
+            for name, number in numbers.items():
+                self._board.add_scalar(f"{kind}/{name}", number, step)
+        self._board.flush()

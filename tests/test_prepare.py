@@ -1,0 +1,357 @@
+"""Stage 01 end to end on the embedded target's tokenizer: artifacts, resuming, refusals."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle3 import artifacts, prepare
+from eagle3.artifacts import Index, load_tensors, sample_path
+from eagle3.conversations import open_dataset
+from eagle3.masking import Masker
+from eagle3.target import load_tokenizer, open_target
+from eagle3.terminal import UserError
+from tests import tokenizers_for_tests as kit
+
+
+@pytest.fixture(scope="module")
+def target(smollm2):
+    return open_target(str(smollm2))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target):
+    return load_tokenizer(target, trust_remote_code=False)
+
+
+@pytest.fixture
+def run(target, tokenizer, tmp_path):
+    """Run stage 01 in this process; returns the totals (None when there was nothing to do)."""
+
+    def run(dataset, out="out", max_samples=None, max_seq_len=512, target=target, tokenizer=tokenizer):
+        data = open_dataset(str(dataset), "train")
+        return prepare.prepare(
+            target, tokenizer, data, tmp_path / out, max_samples=max_samples, max_seq_len=max_seq_len
+        )
+
+    return run
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """Bytes of all tensors by relative path."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*.pt"))}
+
+
+def manifest(directory: Path) -> dict:
+    return artifacts.read_manifest(directory, "01")
+
+
+def write_chats(path: Path, count: int) -> Path:
+    turns = [(f"Say {n}", f"It is {n} {'x' * n}") for n in range(count)]
+    rows = [{"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in turns]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_artifacts(run, target, tokenizer, chats, tmp_path):
+    totals = run(chats)
+    out = tmp_path / "out"
+    records = Index(out).read()
+    assert [record["index"] for record in records] == list(range(12)) == [record["row"] - 1 for record in records]
+    counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+    for record in records:
+        path = sample_path(out, record["index"])
+        sample = load_tensors(path)
+        assert sample.keys() == {"input_ids", "loss_mask"}
+        assert sample["input_ids"].dtype == torch.int32 and sample["loss_mask"].dtype == torch.bool
+        assert sample["input_ids"].shape == sample["loss_mask"].shape == (record["tokens"],)
+        assert record["supervised"] == sample["loss_mask"].sum() and record["bytes"] == path.stat().st_size
+        assert record["status"] == "done" and record["source"] == "chats.jsonl"
+        counts += torch.bincount(sample["input_ids"][sample["loss_mask"]], minlength=target.vocab_size)
+    assert torch.equal(load_tensors(out / "token_freq.pt"), counts)
+    assert counts[2] == 18  # one end token for each answer of the fixture
+    facts = manifest(out)
+    assert facts["complete"] and facts["exhausted"] and facts["samples"] == totals.samples == 12
+    assert facts["tokens"] == totals.tokens == sum(record["tokens"] for record in records)
+    assert facts["supervised"] == totals.supervised == counts.sum()
+    assert facts["vocab_size"] == facts["tokenizer_size"] == 49152 and facts["end_ids"] == [2]
+    assert set(facts["forced_ids"]) >= {0, 1, 2} and facts["forced_ids"] == sorted(facts["forced_ids"])
+    assert facts["fingerprint"].keys() == {"target", "tokenizer", "dataset", "split", "max_seq_len"}
+    first = load_tensors(sample_path(out, 0))
+    assert tokenizer.decode(first["input_ids"][first["loss_mask"]]) == (
+        "1 plus 1 is 2, which is an even number.<|im_end|>Doubled, that makes 4.<|im_end|>"
+    )
+    assert [path.name for path in out.iterdir() if path.suffix == ".pt"] == ["token_freq.pt"]
+
+
+def test_added_tokens_are_forced(smollm2):
+    tokenizer = kit.with_think_tags(smollm2)
+    forced = prepare.forced_ids(tokenizer, [2, 60_000])
+    assert {2, *tokenizer.convert_tokens_to_ids(["<think>", "</think>"])} < set(forced)
+    assert max(forced) < len(tokenizer)
+
+
+def test_bad_rows_are_counted_and_their_neighbours_kept(run, tmp_path):
+    good = write_chats(tmp_path / "good.jsonl", 3).read_text().splitlines()
+    long = json.dumps({"messages": [{"role": "user", "content": "w " * 600}, {"role": "assistant", "content": "ok"}]})
+    trailing = json.loads(good[2])
+    trailing["conversations"].append({"from": "human", "value": "left out"})
+    rows = [good[0], "{bad json", '{"messages": []}', good[1], "{worse json", long, json.dumps(trailing), good[0]]
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text("\n".join(rows))
+    totals = run(mixed)
+    assert totals.skipped == {
+        "invalid JSON": (2, "mixed.jsonl:2"),
+        "messages is empty": (1, "mixed.jsonl:3"),
+        "no assistant tokens after truncation to 512": (1, "mixed.jsonl:6"),
+    }
+    assert (totals.samples, totals.trimmed, totals.duplicates) == (4, 1, 1)
+    assert manifest(tmp_path / "out")["skipped"] == {reason: count for reason, (count, _) in totals.skipped.items()}
+    records = Index(tmp_path / "out").read()
+    assert [record["row"] for record in records if record["status"] == "skipped"] == [2, 3, 5, 6]
+    assert records[0]["conversation"] == records[-1]["conversation"] != records[3]["conversation"]  # duplicates
+    run(tmp_path / "good.jsonl", "clean")
+    for index in range(3):
+        for name, tensor in load_tensors(sample_path(tmp_path / "clean", index)).items():
+            assert torch.equal(tensor, load_tensors(sample_path(tmp_path / "out", index))[name])
+
+
+def test_samples_of_one_conversation_share_its_name(run, target, smollm2, tmp_path):
+    padded = dataclasses.replace(target, config=target.config | {"vocab_size": 49280})
+    reasoning = {"target": padded, "tokenizer": kit.with_think_tags(smollm2)}
+    reasoning["tokenizer"].chat_template = kit.STRIPS_REASONING
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>R</think>A"}]
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"messages": turns * 3}) + "\n" + json.dumps({"messages": turns}) + "\n")
+    run(path, **reasoning)
+    records = Index(tmp_path / "out").read()
+    assert [record["row"] for record in records] == [1, 1, 1, 2]
+    assert len({record["conversation"] for record in records[:3]}) == 1
+    assert len({record["conversation"] for record in records}) == 2
+    assert load_tensors(tmp_path / "out" / "token_freq.pt").shape == (49280,)
+    assert manifest(tmp_path / "out")["tokenizer_size"] == 49154
+    # a limit may cut a conversation; a larger one continues inside it
+    run(path, "cut", max_samples=2, **reasoning)
+    assert manifest(tmp_path / "cut")["samples"] == 2
+    run(path, "cut", max_samples=4, **reasoning)
+    assert content(tmp_path / "cut") == content(tmp_path / "out")
+
+
+def test_nothing_usable_is_an_error_with_the_reasons(run, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"messages": []}\n{bad\n')
+    for _ in range(2):  # the second run resumes and says the same
+        with pytest.raises(UserError, match=r"1 × messages is empty, first bad\.jsonl:1; 1 × invalid JSON"):
+            run(path)
+    assert not manifest(tmp_path / "out")["complete"]
+    with pytest.raises(UserError, match=r"after truncation to 30.* give a larger --max-seq-len"):
+        run(write_chats(tmp_path / "short.jsonl", 2), "short", max_seq_len=30)
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(UserError, match="no rows"):
+        run(tmp_path / "empty.jsonl", "empty")
+
+
+# --------------------------------------------------------------------------------------------- resuming
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def killed_after(monkeypatch):
+    """Make masking die after so many conversations."""
+    real = Masker.samples
+
+    def kill(count):
+        calls = []
+
+        def samples(self, *arguments):
+            calls.append(1)
+            if len(calls) > count:
+                raise Killed
+            return real(self, *arguments)
+
+        monkeypatch.setattr(Masker, "samples", samples)
+        return lambda: monkeypatch.setattr(Masker, "samples", real)
+
+    return kill
+
+
+@pytest.mark.parametrize("copies", [3, 1_000])
+def test_resume_after_a_kill(run, killed_after, tmp_path, monkeypatch, copies):
+    monkeypatch.setattr(prepare, "CHECKPOINT_EVERY", copies)
+    chats = write_chats(tmp_path / "chats.jsonl", 40)
+    run(chats, "unbroken")
+    for count in (17, 0, 5):  # three kills, one of them at once
+        revive = killed_after(count)
+        with pytest.raises(Killed):
+            run(chats)
+        revive()
+        assert not manifest(tmp_path / "out")["complete"]
+    masked = []
+    real = Masker.samples
+    monkeypatch.setattr(Masker, "samples", lambda self, *arguments: masked.append(1) or real(self, *arguments))
+    totals = run(chats)
+    assert len(masked) < 30  # finished rows are not tokenised again
+    assert content(tmp_path / "out") == content(tmp_path / "unbroken")
+    assert totals.samples == manifest(tmp_path / "out")["samples"] == 40
+    assert totals.supervised == manifest(tmp_path / "unbroken")["supervised"]
+    assert Index(tmp_path / "out").samples() == Index(tmp_path / "unbroken").samples()
+
+
+def test_counts_ahead_of_an_index_that_lost_its_end(run, killed_after, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "CHECKPOINT_EVERY", 3)
+    chats = write_chats(tmp_path / "chats.jsonl", 12)
+    run(chats, "unbroken", max_samples=6)
+    killed_after(10)
+    with pytest.raises(Killed):
+        run(chats)
+    monkeypatch.undo()
+    index = Index(tmp_path / "out").path
+    index.write_bytes(b"".join(index.read_bytes().splitlines(keepends=True)[:2]))
+    run(chats, max_samples=6)
+    assert content(tmp_path / "out") == content(tmp_path / "unbroken")
+
+
+def test_nothing_is_recorded_after_a_sample_that_could_not_be_written(run, tmp_path, monkeypatch):
+    chats = write_chats(tmp_path / "chats.jsonl", 12)
+    real = artifacts.save_tensors
+
+    def full_disk(path, tensors):
+        if path.name == "00000004.pt":
+            raise UserError("disk full")
+        return real(path, tensors)
+
+    monkeypatch.setattr(prepare, "MOST_PENDING", 2)
+    monkeypatch.setattr(artifacts, "save_tensors", full_disk)
+    with pytest.raises(UserError, match="disk full"):
+        run(chats)
+    assert list(Index(tmp_path / "out").samples()) == [0, 1, 2, 3]
+    monkeypatch.setattr(artifacts, "save_tensors", real)
+    run(chats)
+    run(chats, "unbroken")
+    assert content(tmp_path / "out") == content(tmp_path / "unbroken")
+
+
+def test_resume_from_a_torn_index(run, tmp_path):
+    chats = write_chats(tmp_path / "chats.jsonl", 12)
+    chats.write_text("{bad\n" + chats.read_text())
+    run(chats, "unbroken")
+    out = tmp_path / "out"
+    for kept in range(13):
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(tmp_path / "unbroken", out)
+        facts = manifest(out)
+        artifacts.write_manifest(out, "01", facts["fingerprint"], complete=False)  # as a killed run leaves it
+        (out / "token_freq.pt").unlink()
+        lines = Index(out).path.read_bytes().splitlines(keepends=True)
+        Index(out).path.write_bytes(b"".join(lines[:kept]) + lines[kept][:20])
+        totals = run(chats)
+        assert totals.skipped == {"invalid JSON": (1, "chats.jsonl:1")} and totals.samples == 12
+        assert content(out) == content(tmp_path / "unbroken")
+
+
+@pytest.mark.parametrize("damaged", [[4], [0, 5, 6, 11]])
+def test_missing_and_damaged_samples_are_made_again(run, tmp_path, capsys, damaged):
+    chats = write_chats(tmp_path / "chats.jsonl", 12)
+    run(chats)
+    out, before = tmp_path / "out", content(tmp_path / "out")
+    capsys.readouterr()
+    assert run(chats) is None
+    [line] = capsys.readouterr().out.splitlines()
+    assert "is finished: 12 samples" in line and "nothing to do" in line
+    for number, index in enumerate(damaged):
+        path = sample_path(out, index)
+        path.unlink() if number % 2 else path.write_bytes(path.read_bytes()[:-100])
+    totals = run(chats)
+    assert totals.samples == 12 and manifest(out)["complete"]
+    assert content(out) == before
+    assert run(chats) is None
+    (out / "token_freq.pt").unlink()
+    assert run(chats).samples == 12 and content(out) == before
+
+
+def test_more_and_fewer_samples(run, tmp_path):
+    chats = write_chats(tmp_path / "chats.jsonl", 12)
+    run(chats, "all")
+    assert run(chats, max_samples=4).samples == 4
+    assert run(chats, max_samples=4) is None
+    assert not manifest(tmp_path / "out")["exhausted"]
+    sample_path(tmp_path / "out", 1).unlink()
+    assert run(chats, max_samples=4).samples == 4
+    assert run(chats, max_samples=9).samples == 9
+    with pytest.raises(UserError, match=r"has 9 samples already, more than --max-samples 4"):
+        run(chats, max_samples=4)
+    assert run(chats).samples == 12
+    assert content(tmp_path / "out") == content(tmp_path / "all")
+    assert run(chats, max_samples=50) is None  # there are no more rows
+
+
+def test_an_artifact_of_something_else_is_refused(run, smollm2, tmp_path):
+    chats = write_chats(tmp_path / "chats.jsonl", 3)
+    run(chats, max_samples=2)
+    with pytest.raises(UserError, match=r"max_seq_len is 512, this run has 256; .*--output-dir"):
+        run(chats, max_seq_len=256)
+    other = kit.with_think_tags(smollm2)
+    with pytest.raises(UserError, match=r"tokenizer is '[0-9a-f]{16}', this run has '[0-9a-f]{16}'"):
+        run(chats, tokenizer=other)
+    with open(chats, "a") as file:
+        file.write("{}\n")
+    with pytest.raises(UserError, match=r"dataset is '.*sha256.*', this run has '.*sha256"):
+        run(chats)
+    (tmp_path / "out" / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"index\.jsonl but no manifest\.json"):
+        run(chats)
+    with artifacts.directory_lock(tmp_path / "locked"), pytest.raises(UserError, match="is in use by"):
+        run(chats, "locked")
+
+
+def test_length_is_lowered_to_the_targets_positions(run, tmp_path, capsys):
+    run(write_chats(tmp_path / "chats.jsonl", 1), max_seq_len=1_000_000)
+    assert "--max-seq-len 1000000 is lowered to the target's 8192 positions" in capsys.readouterr().out
+    assert manifest(tmp_path / "out")["fingerprint"]["max_seq_len"] == 8192
+
+
+def test_a_hub_dataset_without_the_hub(run, tmp_path, monkeypatch):
+    import datasets
+
+    rows = [
+        {"conversations": [{"from": "human", "value": f"q{n}"}, {"from": "gpt", "value": f"a{n}"}], "source": "x"}
+        for n in range(20)
+    ]
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: iter(rows))
+    assert run("mlabonne/open-perfectblend", max_samples=10).samples == 10
+    assert manifest(tmp_path / "out")["fingerprint"]["dataset"] == "mlabonne/open-perfectblend"
+    assert [record["row"] for record in Index(tmp_path / "out").read()] == list(range(1, 11))
+    assert run("mlabonne/open-perfectblend", max_samples=12).samples == 12
+    rows[:] = rows[:5]
+    with pytest.raises(UserError, match="the dataset has fewer rows than before"):
+        run("mlabonne/open-perfectblend", max_samples=15)
+
+
+# ---------------------------------------------------------------------------------------- command line
+
+
+def test_the_command_line(run_script, tiny_target, chats, tmp_path):
+    out = tmp_path / "OUT" / "prepared"
+    command = ["01_prepare_dataset.py", "--model-path", tiny_target, "--output-dir", out]
+    command += ["--dataset", chats, "--max-samples", 10, "--max-seq-len", 512]
+    result = run_script(*command, cwd=tmp_path, environment={"HF_HUB_OFFLINE": "1"})
+    assert manifest(out)["samples"] == 10 and load_tensors(sample_path(out, 9))["loss_mask"].any()
+    assert "samples" in result.stdout and "assistant tokens" in result.stdout and "skipped rows" in result.stdout
+    assert "10/10" in result.stderr and "Warning" not in result.stderr
+
+
+def test_an_unreachable_hub_is_one_line(run_script, tiny_target, tmp_path):
+    result = run_script(
+        "01_prepare_dataset.py", "--model-path", tiny_target, "--output-dir", tmp_path / "out", "--max-samples", 10,
+        environment={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}, check=False, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 1
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: --dataset mlabonne/open-perfectblend: no such file, and the hub did not give")
+    assert "HF_ENDPOINT" in line and "local" in line

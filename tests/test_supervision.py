@@ -1,0 +1,186 @@
+"""Which draft starts count, how samples become batches and packs, and the walk tau."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle3.draft.model import StepOutput
+from eagle3.terminal import UserError
+from eagle3.training import packing
+from eagle3.training.metrics import Acceptance, measure, walk
+from eagle3.training.supervision import make_batch, valid_steps
+
+
+def starts(mask: str, steps: int, supervision: str, documents: list[int] | None = None) -> list[list[int]]:
+    """Starts that count at each step; mask as a string of '.' and 'A'."""
+    loss_mask = torch.tensor([letter == "A" for letter in mask])
+    numbers = torch.tensor(documents or [0] * len(mask))
+    return [row.nonzero()[:, 0].tolist() for row in valid_steps(loss_mask, numbers, steps, supervision)]
+
+
+def test_served_supervision_starts_at_the_last_prompt_token_and_stays_inside_the_turn() -> None:
+    # the turn is a3..a6: the target samples a3 itself, drafts from t = 2 on are a4, a5, a6
+    assert starts("...AAAA.", 3, "served") == [[2, 3, 4], [2, 3], [2]]
+
+
+def test_shifted_mask_counts_by_the_input_token_alone() -> None:
+    assert starts("...AAAA.", 3, "shifted-mask") == [[2, 3, 4, 5], [1, 2, 3, 4], [0, 1, 2, 3]]
+
+
+def test_a_draft_never_crosses_into_another_turn_or_document() -> None:
+    assert starts(".AAA.AA.", 2, "served") == [[0, 1, 4], [0]]
+    assert starts(".AA" + "AA.", 2, "served", [0, 0, 0, 1, 1, 1]) == [[0], []]
+    assert starts(".AA" + ".AA", 2, "shifted-mask", [0, 0, 0, 1, 1, 1]) == [[0, 1, 3, 4], [0, 3]]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    documents=st.lists(st.lists(st.booleans(), min_size=1, max_size=20), min_size=1, max_size=4),
+    steps=st.integers(1, 5),
+    supervision=st.sampled_from(["served", "shifted-mask"]),
+)
+def test_packed_batch_equals_a_walk_over_each_document(documents, steps, supervision) -> None:
+    """An independent derivation, token by token, of rows, inputs, teachers and labels."""
+    samples, wanted, offset, states = [], {}, 0, 0
+    for number, mask in enumerate(documents):
+        ids = torch.arange(len(mask), dtype=torch.int32) + 1000 * number
+        count = sum(mask)
+        samples.append(
+            {
+                "input_ids": ids,
+                "loss_mask": torch.tensor(mask),
+                "aux_hidden": torch.zeros(len(mask), 3),
+                "final_hidden": torch.arange(states, states + count).float()[:, None],
+            }
+        )
+        row_of = {t: states + place for place, t in enumerate(t for t in range(len(mask)) if mask[t])}
+        for t in range(len(mask)):
+            for k in range(steps):
+                if supervision == "served":
+                    span = range(t + 1, t + 3 + k)
+                    counts = span[-1] < len(mask) and all(mask[i] for i in span)
+                else:
+                    counts = t + 1 + k < len(mask) and mask[t + 1 + k]
+                if counts:
+                    label = int(ids[t + 2 + k]) if t + 2 + k < len(mask) else -1
+                    wanted[offset + t, k] = (int(ids[t + 1 + k]), row_of[t + 1 + k], label)
+        offset, states = offset + len(mask), states + count
+    batch = make_batch(samples, steps, supervision)
+    found = {
+        (int(batch.rows[r]), k): (
+            int(batch.next_ids[k, r]),
+            int(batch.final_hidden[batch.teacher_index[k, r], 0]),
+            int(batch.labels[k, r]),
+        )
+        for k in range(steps)
+        for r in range(batch.rows.numel())
+        if batch.valid[k, r]
+    }
+    assert found == wanted
+    assert batch.rows.tolist() == sorted({t for t, _ in wanted})
+
+
+# -------------------------------------------------------------------------------------------------- walk
+
+
+def test_walk_jumps_over_accepted_drafts() -> None:
+    assert walk([2, 0, 1, 0, 1, 0]) == [2, 0, 1]  # starts 0, 3, 4
+    assert walk([]) == []
+
+
+def one_turn_output(length: int, predicted: list[list[int]]) -> tuple[StepOutput, object]:
+    """A turn of `length` tokens after one prompt token, ids equal to positions, with the draft's predictions."""
+    mask = torch.ones(length + 1, dtype=torch.bool)
+    mask[0] = False
+    sample = {
+        "input_ids": torch.arange(length + 1, dtype=torch.int32),
+        "loss_mask": mask,
+        "aux_hidden": torch.zeros(length + 1, 3),
+        "final_hidden": torch.zeros(length, 1),
+    }
+    return StepOutput(torch.zeros(len(predicted)), torch.tensor(predicted)), make_batch(
+        [sample], len(predicted), "served"
+    )
+
+
+def test_a_draft_right_only_at_its_first_step_has_tau_two() -> None:
+    # 9 tokens: starts t = 0..7; step 0 predicts t + 2 (right), step 1 is always wrong
+    output, batch = one_turn_output(9, [[t + 2 for t in range(8)], [0] * 8])
+    sums = Acceptance(2)
+    measure(output, batch, torch.arange(20), sums)
+    report = sums.report()
+    assert report["tau"] == 2.0
+    assert report["acceptance_by_position"] == [1.0, 0.0]
+    assert report["accuracy_by_step"] == [1.0, 0.0]
+
+
+def test_walk_and_plain_mean_differ_and_out_of_vocabulary_is_wrong() -> None:
+    # right everywhere, but id 5 is outside the draft vocabulary
+    output, batch = one_turn_output(7, [[t + 2 for t in range(6)], [t + 3 for t in range(6)]])
+    to_draft = torch.arange(20)
+    to_draft[5] = -1
+    sums = Acceptance(2)
+    measure(output, batch, to_draft, sums)
+    # leading right by start: t=0: 2,3 -> 2; t=1: 3,4 -> 2; t=2: 4,(5) -> 1; t=3: (5) -> 0; t=4: 6,7 -> 2; t=5: 7 -> 1
+    report = sums.report()
+    # the walk: t=0 accepts 2 3, t=3 nothing (5 is outside), t=4 accepts 6 7
+    assert (sums.walk_starts, sums.walk_accepted) == (3, [2, 2])
+    assert report["tau"] == pytest.approx(1 + 4 / 3, abs=1e-4)
+    assert report["tau_plain_mean"] == pytest.approx(1 + 8 / 6, abs=1e-3)
+    assert report["outside_vocabulary_by_step"] == [round(1 / 6, 5), round(1 / 5, 5)]
+
+
+# ------------------------------------------------------------------------------------------------ packing
+
+
+def records(lengths: list[int]) -> list[dict]:
+    return [{"index": i, "tokens": n, "conversation": f"c{i // 2}"} for i, n in enumerate(lengths)]
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60),
+    world=st.integers(1, 4),
+    accumulation=st.integers(1, 3),
+    epoch=st.integers(0, 3),
+)
+def test_every_sample_is_seen_once_an_epoch_whatever_the_ranks(lengths, world, accumulation, epoch) -> None:
+    packs = packing.epoch_packs(records(lengths), 64, seed=3, epoch=epoch)
+    assert all(sum(record["tokens"] for record in pack) <= 64 for pack in packs)
+    steps = packing.steps_per_epoch(len(packs), world, accumulation)
+    seen = [
+        record["index"]
+        for step in range(steps)
+        for rank in range(world)
+        for pack in packing.step_packs(packs, step, rank, world, accumulation)
+        for record in pack
+    ]
+    assert sorted(seen) == list(range(len(lengths)))
+    assert all(len(packing.step_packs(packs, 0, rank, world, accumulation)) == accumulation for rank in range(world))
+
+
+def test_an_epoch_has_its_own_order_and_keeps_it() -> None:
+    order = [[r["index"] for p in packing.epoch_packs(records([5] * 30), 20, 0, e) for r in p] for e in (0, 1, 0)]
+    assert order[0] == order[2] != order[1]
+
+
+def test_a_sample_longer_than_a_pack_is_named() -> None:
+    with pytest.raises(UserError, match=r"sample 1 has 90 tokens, --max-tokens is 64"):
+        packing.pack(records([5, 90]), 64)
+
+
+@settings(deadline=None)
+@given(count=st.integers(4, 60), fraction=st.floats(0.01, 0.9))
+def test_held_out_split_is_by_conversation_and_never_empty(count, fraction) -> None:
+    everything = records([5] * count)
+    train, held = packing.hold_out(everything, fraction, seed=0)
+    assert {r["conversation"] for r in train}.isdisjoint(r["conversation"] for r in held)
+    assert train and held and len(train) + len(held) == count
+    assert packing.hold_out(everything, fraction, seed=0) == (train, held)
+
+
+def test_one_conversation_cannot_be_split() -> None:
+    with pytest.raises(UserError, match="--val-fraction 0"):
+        packing.hold_out(records([5, 5]), 0.1, seed=0)
+    assert packing.hold_out(records([5, 5]), 0.0, seed=0)[1] == []

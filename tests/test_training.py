@@ -1,0 +1,208 @@
+"""Stage 04 through its own command line: real DeepSpeed, one rank and two over gloo, on random states."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPOSITORY
+from safetensors.torch import load_file
+from states_for_tests import AUX_LAYERS, write_states
+
+from eagle3 import artifacts
+from eagle3.target import open_target, read_embedding, read_lm_head
+
+FLAGS = ["--epochs", 6, "--ttt-steps", 3, "--learning-rate", 1e-2, "--max-tokens", 128, "--val-fraction", 0.1]
+
+
+def command(model: Path, states: Path, output: Path, *extra: object, ranks: int = 1) -> list[str]:
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    arguments = [*FLAGS, *extra]
+    paths = ["--hidden-states-dir", states / "hidden_states", "--vocab-map-dir", states / "vocab_map"]
+    script = [str(REPOSITORY / "04_train_draft.py"), "--model-path", model, *paths, "--output-dir", output]
+    return [*launcher, *map(str, script), *map(str, arguments)]
+
+
+def train(*arguments, check: bool = True, **settings) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command(*arguments, **settings), capture_output=True, text=True, env=environment, timeout=300
+    )
+    if check and result.returncode:
+        raise AssertionError(f"exited {result.returncode}\n{result.stdout}\n{result.stderr}")
+    return result
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    """Largest difference of any float weight of two exports."""
+    a, b = (load_file(directory / "export" / "model.safetensors") for directory in (one, other))
+    assert a.keys() == b.keys()
+    return max(float((a[name].float() - b[name].float()).abs().max()) for name in a if a[name].is_floating_point())
+
+
+def metrics(output: Path, kind: str) -> list[dict]:
+    return [r for r in map(json.loads, (output / "metrics.jsonl").read_text().splitlines()) if r["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def states(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("states")
+    write_states(directory, tiny_target)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def straight(tiny_target: Path, states: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """An unbroken run of one rank, accumulating two micro-batches; its directory and output."""
+    output = tmp_path_factory.mktemp("straight") / "draft"
+    result = train(tiny_target, states, output, "--accumulation", 2)
+    return output, result.stdout
+
+
+def test_training_lowers_the_loss_and_says_what_it_did(straight: tuple[Path, str]) -> None:
+    output, text = straight
+    losses = [record["loss_by_step"][0] for record in metrics(output, "train")]
+    assert losses[-1] < 0.9 * losses[0]
+    assert "embeddings frozen" in text and "lm_head trained" in text and "(walk)" in text
+    held_out = metrics(output, "held_out")
+    assert len(held_out) == 6 and held_out[-1]["walk_starts"] > 0
+    assert list((output / "tensorboard").glob("events*"))
+
+
+def test_the_terminal_is_free_of_library_noise(straight: tuple[Path, str]) -> None:
+    for word in ("DeepSpeed", "WARNING", "built successfully", "accelerator"):
+        assert word not in straight[1]
+
+
+def test_export_is_what_servers_read(straight: tuple[Path, str], tiny_target: Path, states: Path) -> None:
+    export = straight[0] / "export"
+    tensors = load_file(export / "model.safetensors")
+    layer = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
+    layer += ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
+    names = ["fc", "norm", "lm_head", "embed_tokens", *(f"midlayer.{name}" for name in layer)]
+    assert set(tensors) == {f"{name}.weight" for name in names} | {"d2t", "t2d"}
+    assert {str(tensor.dtype) for name, tensor in tensors.items() if name.endswith("weight")} == {"torch.bfloat16"}
+    vocab = artifacts.load_tensors(states / "vocab_map" / "vocab_map.pt")
+    assert tensors["d2t"].dtype == torch.int64 and torch.equal(tensors["d2t"], vocab["d2t"])
+    assert tensors["t2d"].dtype == torch.bool and torch.equal(tensors["t2d"], vocab["t2d"])
+
+    target = open_target(str(tiny_target), weights=True)
+    assert torch.equal(tensors["embed_tokens.weight"], read_embedding(target).bfloat16())
+    start = read_lm_head(target)[vocab["t2d"]].bfloat16()
+    assert tensors["lm_head.weight"].shape == start.shape and not torch.equal(tensors["lm_head.weight"], start)
+
+    config = json.loads((export / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
+    assert (config["vocab_size"], config["draft_vocab_size"]) == (target.vocab_size, 64)
+    assert config["tie_word_embeddings"] is False and "quantization_config" not in config
+    assert config["head_dim"] == 32 and tensors["midlayer.self_attn.q_proj.weight"].shape == (4 * 32, 2 * 64)
+    assert config["rope_theta"] == 50000.0 == config["rope_parameters"]["rope_theta"]
+    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
+    assert config["max_position_embeddings"] == target.max_positions
+    assert config["eagle_aux_hidden_state_layer_ids"] == AUX_LAYERS
+    assert config["eagle_config"] == {
+        "use_aux_hidden_state": True,
+        "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in AUX_LAYERS],  # SGLang adds one on Llama targets
+    }
+
+
+def test_figures_come_from_the_exported_files(straight: tuple[Path, str]) -> None:
+    output, _ = straight
+    manifest = artifacts.read_manifest(output, "04")
+    trained, exported = metrics(output, "held_out")[-1], manifest["report"]
+    assert exported["walk_starts"] > 0 and manifest["complete"]
+    assert exported["loss_by_step"] == pytest.approx(trained["loss_by_step"], rel=0.02)  # bf16 against float32 weights
+    assert exported["loss_by_step"] != trained["loss_by_step"]
+
+
+@pytest.mark.slow
+def test_bfloat16_trains_like_float32(straight, tiny_target: Path, states: Path, tmp_path: Path) -> None:
+    """The precision of GPUs: bf16 weights with float32 masters follow the float32 run."""
+    train(tiny_target, states, tmp_path / "draft", "--accumulation", 2, "--dtype", "bfloat16")
+    exact, rounded = metrics(straight[0], "train"), metrics(tmp_path / "draft", "train")
+    for a, b in zip(exact, rounded, strict=True):
+        assert b["loss_by_step"] == pytest.approx(a["loss_by_step"], rel=0.1)
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_weights_of_one(straight, tiny_target: Path, states: Path, tmp_path: Path) -> None:
+    """Two ranks of one micro-batch are one rank of two: the loss is divided by the global count of rows."""
+    train(tiny_target, states, tmp_path / "draft", ranks=2)
+    alone, together = metrics(straight[0], "train"), metrics(tmp_path / "draft", "train")
+    assert [r["step"] for r in alone] == [r["step"] for r in together]
+    for a, b in zip(alone, together, strict=True):
+        assert a["loss_by_step"] == pytest.approx(b["loss_by_step"], rel=1e-3)
+    assert largest_difference(straight[0], tmp_path / "draft") < 5e-3  # bf16 rounding of weights up to 1
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_equals_unbroken(straight, tiny_target: Path, states: Path, tmp_path: Path) -> None:
+    """kill -9 at a moment that is not a checkpoint, then the same command: the weights of the unbroken run."""
+    output = tmp_path / "draft"
+    flags = ("--accumulation", 2, "--save-every", 2)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command(tiny_target, states, output, *flags),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+    )
+    deadline = time.monotonic() + 120
+    while not (output / "checkpoints" / "latest").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not artifacts.read_manifest(output, "04")["complete"], "the run ended before it was killed"
+    result = train(tiny_target, states, output, *flags)
+    assert "continuing after step" in result.stdout
+    assert largest_difference(straight[0], output) <= 1e-6
+    rates = {r["step"]: r["learning_rate"] for r in metrics(output, "train")}
+    assert rates == {r["step"]: r["learning_rate"] for r in metrics(straight[0], "train")}
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_more_epochs_continue(tiny_target: Path, states: Path, tmp_path: Path) -> None:
+    output = tmp_path / "draft"
+    process = subprocess.Popen(
+        command(tiny_target, states, output, "--epochs", 400), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not (output / "metrics.jsonl").exists() or (output / "metrics.jsonl").stat().st_size < 300:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143 and "the same command continues" in out
+    saved = int((output / "checkpoints" / "latest").read_text().removeprefix("step"))
+    assert saved == metrics(output, "train")[-1]["step"]
+    epochs = metrics(output, "train")[-1]["epoch"] + 2
+    result = train(tiny_target, states, output, "--epochs", epochs)
+    assert f"continuing after step {saved}" in result.stdout
+    assert "learning rate follows the new plan" in result.stderr
+
+
+def test_other_flags_or_states_are_refused(straight, tiny_target: Path, states: Path, tmp_path: Path) -> None:
+    other = train(tiny_target, states, straight[0], "--accumulation", 2, "--seed", 5, check=False)
+    assert other.returncode == 1 and "seed is 0, this run has 5" in other.stderr and "Traceback" not in other.stderr
+
+    wrong = tmp_path / "wrong"
+    write_states(wrong, tiny_target, count=4)
+    vocab = wrong / "vocab_map" / "vocab_map.pt"
+    tensors = {name: value.clone() for name, value in artifacts.load_tensors(vocab).items()}
+    tensors["t2d"][:60] = False
+    artifacts.save_tensors(vocab, tensors)
+    refused = train(tiny_target, wrong, tmp_path / "a", check=False)
+    assert refused.returncode == 1 and "d2t has 64 ids, t2d marks" in refused.stderr
+
+    write_states(wrong, tiny_target, count=4)
+    sample = artifacts.sample_path(wrong / "hidden_states", 2)
+    sample.write_bytes(sample.read_bytes()[:1000])
+    damaged = train(tiny_target, wrong, tmp_path / "b", check=False)
+    assert damaged.returncode == 1 and f"{sample} is damaged" in damaged.stderr and "Traceback" not in damaged.stderr
