@@ -93,6 +93,8 @@ OUT=${OUTPUT_DIR:-output/$(basename "$MODEL_PATH")}
 if [ -z "$GPUS" ]; then
   GPUS=$("$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')
 fi
+# torch.distributed.run would set one thread a rank, and say so
+[ "$GPUS" = 1 ] || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 mkdir -p "$OUT/logs"
 
 # --------------------------------------------------------------------------------------------------- stages

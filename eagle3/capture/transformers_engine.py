@@ -53,7 +53,8 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _forward(self, module: torch.nn.Module, prompt: list[int]) -> Any:
-        ids = torch.tensor([prompt], device=self._settings.device)  # [1, T]
+        # device_map may have put the first layers on any GPU
+        ids = torch.tensor([prompt], device=self._model.get_input_embeddings().weight.device)  # [1, T]
         try:
             return module(input_ids=ids, use_cache=False)
         except torch.OutOfMemoryError as error:

@@ -78,7 +78,10 @@ def distributed() -> Iterator[tuple[int, int]]:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # On CPU it would compile its own all-reduce with g++ at run time, for minutes; gloo needs nothing
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "nccl"
+        torch.cuda.set_device(device())  # collectives of objects use the current device
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     try:
         yield dist.get_rank(), dist.get_world_size()
