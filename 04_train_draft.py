@@ -47,7 +47,12 @@ def parse() -> argparse.Namespace:
         default="per-step",
         help="divide each step's loss by its own rows, or by those of step 0 (default %(default)s)",
     )
-    parser.add_argument("--supervision", choices=("served", "shifted-mask"), default="served", help="see docs")
+    parser.add_argument(
+        "--supervision",
+        choices=("served", "shifted-mask"),
+        default="served",
+        help="which starts count at a step: as a server drafts, or as speculators 0.9 (README)",
+    )
     parser.add_argument(
         "--lm-head", choices=("trained", "frozen"), default="trained", help="both start at the target's rows"
     )

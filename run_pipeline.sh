@@ -10,7 +10,7 @@
 #   --output-dir OUT     where all artifacts go (default output/<name of the target>)
 #   --max-samples N      samples to prepare
 #   --from S, --to S     first and last stage to run: 01 02 03 04 check
-#   --trust-remote-code  passed to every stage
+#   --trust-remote-code  passed to every stage that loads tokenizer or model
 #
 # Each stage logs to OUT/logs/. The same command after an interruption continues where it stopped.
 set -euo pipefail

@@ -44,6 +44,7 @@ def run(main: Callable[[], int | None]) -> None:
     Anything else keeps its traceback, for it is a defect of the program.
     """
     signal.signal(signal.SIGTERM, _raise_terminated)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     try:
         code = main() or 0
     except UserError as error:

@@ -123,3 +123,27 @@ def test_the_default_dataset_and_an_unreachable_hub_is_one_line(smollm2: Path, t
     assert result.returncode == 1
     errors = [line for line in result.stdout.splitlines() if "error" in line]
     assert len(errors) == 1 and "mlabonne/open-perfectblend" in errors[0] and "Traceback" not in result.stdout
+
+
+def test_every_flag_in_the_readme_exists() -> None:
+    """A flag that a script's line or section in the README names is one that the script takes."""
+    readme = (REPOSITORY / "README.md").read_text()
+    helps = {}
+    for script in (
+        "01_prepare_dataset.py",
+        "02_extract_hidden_states.py",
+        "03_build_vocab_map.py",
+        "04_train_draft.py",
+    ):
+        command = [sys.executable, str(REPOSITORY / script), "--help"]
+        helps[script] = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/").stdout
+    commands = [line for line in readme.splitlines() if line.strip().startswith("python 0")]
+    assert len(commands) == 4
+    for line in commands:
+        words = line.split()
+        assert all(word in helps[words[1]] for word in words if word.startswith("--")), line
+    table = [line.split("`")[1] for line in readme.splitlines() if line.startswith("| `--")]
+    assert len(table) == 6 and all(flag in helps["04_train_draft.py"] for flag in table)
+    pipeline_help = pipeline("--help").stdout
+    options = ("--smoke", "--config", "--model-path", "--dataset", "--output-dir", "--max-samples", "--from", "--to")
+    assert all(option in pipeline_help and option in readme for option in options)

@@ -20,6 +20,7 @@ from eagle3.draft.config import derive
 from eagle3.draft.loss import Teacher
 from eagle3.export import read_export
 from eagle3.target import open_target, read_embedding, read_lm_head
+from eagle3.training import loop
 from eagle3.training.supervision import make_batch
 
 FLAGS = ["--epochs", 6, "--ttt-steps", 3, "--learning-rate", 1e-2, "--max-tokens", 128, "--val-fraction", 0.1]
@@ -136,6 +137,24 @@ def test_reported_figures_are_those_of_the_exported_files(straight, tiny_target:
     assert metrics(output, "held_out")[-1]["loss_by_step"] == pytest.approx(losses.tolist(), rel=0.02)
 
 
+def test_loss_weights_are_decay_over_the_count_of_rows() -> None:
+    fields = dict.fromkeys(loop.TrainOptions.__dataclass_fields__)
+    rows = torch.tensor([10.0, 8.0, 0.0], dtype=torch.float64)
+    for norm, divisors in (("per-step", [10, 8, 1]), ("first-step", [10, 10, 10])):
+        options = loop.TrainOptions(**fields | {"step_decay": 0.5, "loss_norm": norm})
+        expected = [weight / divisor for weight, divisor in zip([1, 0.5, 0.25], divisors, strict=True)]
+        assert loop.loss_weights(rows, options).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.slow
+def test_a_frozen_lm_head_stays_the_targets(tiny_target: Path, states: Path, tmp_path: Path) -> None:
+    result = train(tiny_target, states, tmp_path / "draft", "--lm-head", "frozen", "--epochs", 2)
+    tensors = load_file(tmp_path / "draft" / "export" / "model.safetensors")
+    rows = read_lm_head(open_target(str(tiny_target), weights=True))[tensors["t2d"]].bfloat16()
+    assert torch.equal(tensors["lm_head.weight"], rows) and "lm_head frozen" in result.stdout
+    assert not torch.equal(tensors["norm.weight"], torch.ones_like(tensors["norm.weight"]))
+
+
 @pytest.mark.slow
 def test_bfloat16_trains_like_float32(straight, tiny_target: Path, states: Path, tmp_path: Path) -> None:
     """The precision of GPUs: bf16 weights with float32 masters follow the float32 run."""
@@ -180,6 +199,10 @@ def test_killed_and_resumed_equals_unbroken(straight, tiny_target: Path, states:
     assert largest_difference(straight[0], output) <= 1e-6
     rates = {r["step"]: r["learning_rate"] for r in metrics(output, "train")}
     assert rates == {r["step"]: r["learning_rate"] for r in metrics(straight[0], "train")}
+
+
+def test_an_epoch_with_no_step_left_reads_nothing() -> None:
+    assert list(loop.Trainer._prefetched(None, [])) == []
 
 
 @pytest.mark.slow

@@ -50,6 +50,13 @@ class TrainOptions:
     seed: int
 
 
+def loss_weights(rows: torch.Tensor, options: TrainOptions) -> torch.Tensor:
+    """Factor of each TTT step's summed KL, float [K], from the rows [K] that count in the whole optimizer step."""
+    decay = options.step_decay ** torch.arange(rows.shape[0], device=rows.device)
+    divisor = rows if options.loss_norm == "per-step" else rows[:1]
+    return (decay / divisor.clamp(min=1)).float()
+
+
 class StopRequested:
     """Turns SIGINT and SIGTERM into a flag that is read between optimizer steps."""
 
@@ -216,8 +223,10 @@ class Trainer:
         def read(step_records: list[list[dict]]) -> list[Batch]:
             return [self._batch(records, self.options.supervision) for records in step_records]
 
+        if not jobs:  # stopped after the last step of an epoch
+            return
         with ThreadPoolExecutor(1) as pool:
-            pending = pool.submit(read, jobs[0]) if jobs else None
+            pending = pool.submit(read, jobs[0])
             for following in [*jobs[1:], None]:
                 batches = pending.result()
                 pending = pool.submit(read, following) if following is not None else None
@@ -239,15 +248,14 @@ class Trainer:
         if self.world > 1:
             dist.all_reduce(counts)
         rows = counts[:steps]  # supervised rows of the whole optimizer step, all ranks and micro-batches
-        divisor = (rows if self.options.loss_norm == "per-step" else rows[:1].expand(steps)).clamp(min=1)
-        weights = torch.tensor([self.options.step_decay**step for step in range(steps)], device=self.device)
+        weights = loss_weights(rows, self.options)
         sums = torch.zeros(steps, dtype=torch.float64, device=self.device)
         for batch in batches:
             batch = batch.to(self.device, self.dtype)
             output = self.engine(batch, self._teacher(batch))
             sums += output.loss.detach()
-            loss = (output.loss * weights / divisor.float()).sum()
-            # DeepSpeed averages over ranks; the divisor is already global
+            loss = (output.loss * weights).sum()
+            # DeepSpeed averages over ranks; the weights already count the rows of all of them
             self.engine.backward(loss * self.world, scale_wrt_gas=False)
             self.engine.step()
         if self.world > 1:
