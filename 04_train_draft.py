@@ -91,7 +91,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     from eagle3 import artifacts
     from eagle3.draft.config import derive
     from eagle3.draft.model import DraftModel
-    from eagle3.export import draft_to_target, read_export, target_to_draft, write_export
+    from eagle3.export import config_json, draft_to_target, read_export, target_to_draft, write_export
     from eagle3.model_card import model_card
     from eagle3.target import TargetHead, open_target, read_embedding
     from eagle3.training import inputs as training_inputs
@@ -126,6 +126,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     ids = draft_to_target(inputs.d2t)  # [D]
     head = TargetHead(target, getattr(torch, options.dtype), device, rows=ids)
     config = derive(target, ids.numel(), inputs.aux_layers)
+    described = config_json(config, target)  # refuses before hours of training what no server would take
     model = DraftModel(config)
     model.initialise(read_embedding(target), head.weight, options.seed)
     model.to(getattr(torch, options.dtype))  # DeepSpeed would cast the weights, and leave the embedding as it is
@@ -169,7 +170,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
         card = model_card(
             target, config, dataclasses.asdict(options), trainer.last_report, inputs.sources(), arguments.note
         )
-        write_export(export, trainer.model, target, {"d2t": inputs.d2t, "t2d": inputs.t2d}, card)
+        write_export(export, trainer.model, described, {"d2t": inputs.d2t, "t2d": inputs.t2d}, card)
     loop.barrier()
     report = trainer.evaluate(read_export(export, config).to(device, head.weight.dtype)) if held_out else None
     if rank == 0:

@@ -83,8 +83,13 @@ def config_json(config: DraftConfig, target: Target) -> dict[str, Any]:
     return described
 
 
-def write_export(directory: Path, model: DraftModel, target: Target, vocab: dict[str, torch.Tensor], card: str) -> None:
-    """Write the export atomically as a whole; an earlier one is replaced. `vocab` holds d2t and t2d."""
+def write_export(
+    directory: Path, model: DraftModel, described: dict[str, Any], vocab: dict[str, torch.Tensor], card: str
+) -> None:
+    """Write the export atomically as a whole; an earlier one is replaced.
+
+    `described` is what config_json gave, `vocab` holds d2t and t2d, `card` is the text of README.md.
+    """
     tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.named_parameters()}
     tensors["embed_tokens.weight"] = model.embed_tokens.to("cpu", torch.bfloat16)
     if model.config.draft_vocab_size < model.config.vocab_size:
@@ -95,7 +100,7 @@ def write_export(directory: Path, model: DraftModel, target: Target, vocab: dict
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, work / "model.safetensors", {"format": "pt"}
     )
-    artifacts.save_json(work / "config.json", config_json(model.config, target))
+    artifacts.save_json(work / "config.json", described)
     (work / "README.md").write_text(card)
     shutil.rmtree(directory, ignore_errors=True)
     work.rename(directory)

@@ -2,12 +2,12 @@
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
 import traceback
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -111,7 +111,7 @@ def output_to(log: Path, what: str) -> Iterator[None]:
     """Send this process's and its new children's output to `log` (appended) while the block runs.
 
     For libraries that print from C or from worker processes: a child started inside keeps writing to the log after
-    the block. When the block fails, the last lines of the log are shown and the error goes on.
+    the block. An exception inside becomes a UserError with the cause that the log shows; a UserError stays itself.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
@@ -121,24 +121,25 @@ def output_to(log: Path, what: str) -> Iterator[None]:
         start = sink.tell()
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
-        failed = False
         try:
             yield
-        except Exception:  # not after Ctrl-C
-            failed = True
+        except UserError:
             raise
+        except Exception as error:
+            traceback.print_exc()  # into the log
+            raise UserError(f"{what} failed: {_cause(log, start) or short(error)}; all of it is in {log}") from error
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             for old, descriptor in zip(saved, (1, 2), strict=True):
                 os.dup2(old, descriptor)
                 os.close(old)
-            if failed:
-                print(f"{what} failed; the end of {log}:\n{tail(log, 15, start)}", file=sys.stderr)
 
 
-def tail(path: Path, lines: int, start: int = 0) -> str:
-    """The last `lines` lines of a text file, looking no further back than byte `start`."""
-    with open(path, "rb") as file:
+def _cause(log: Path, start: int) -> str:
+    """The first error that a traceback in `log` names after byte `start`: later ones only pass it on."""
+    with open(log, "rb") as file:
         file.seek(start)
-        return "".join(f"  | {line.decode(errors='replace').rstrip()}\n" for line in deque(file, lines)).rstrip("\n")
+        text = file.read().decode(errors="replace")
+    found = re.search(r"^(?:.*\] |\(.*?\) )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", text, re.MULTILINE)
+    return found[1].strip()[:300] if found else ""

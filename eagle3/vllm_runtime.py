@@ -35,7 +35,7 @@ def version() -> str | None:
 def load(model_dir: Path, log: Path, *, dtype: str, max_model_len: int, **settings: Any) -> Any:
     """Start an engine (vllm.LLM) with prefix caching off; `settings` are vLLM's own arguments.
 
-    The engine's output goes to `log`; when it does not start, the end of the log is shown.
+    The engine's output goes to `log`. Raises UserError with the cause when it does not start.
     """
     if version() is None:
         raise UserError("vllm is not installed here; install extra cpu or gpu, or use --engine transformers")
@@ -48,7 +48,7 @@ def load(model_dir: Path, log: Path, *, dtype: str, max_model_len: int, **settin
     if not torch.cuda.is_available():
         # torch.compile loads in 90 s on CPU and runs slower than eager there
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
-    with output_to(log, "the vLLM engine"), _interruptible():
+    with output_to(log, "starting vLLM"), _interruptible():
         from vllm import LLM
 
         llm = LLM(**(arguments | settings))

@@ -40,11 +40,6 @@ class VllmEngine:
         self._staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=settings.output_dir.resolve()))  # 0700
         try:
             self._llm = self._load(longest)
-        except Exception as error:
-            shutil.rmtree(self._staging, ignore_errors=True)
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"vLLM did not start ({short(error)}); its output is in {self._log}") from error
         except BaseException:
             shutil.rmtree(self._staging, ignore_errors=True)
             raise
