@@ -1,6 +1,7 @@
 """The export: one directory that vLLM and SGLang load as it is (design: plain Hugging Face layout, bf16 safetensors).
 
-Checked against vLLM 0.32 (model_executor/models/llama_eagle3.py) and SGLang 0.5 (srt/models/llama_eagle3.py).
+Read against vLLM 0.32 (model_executor/models/llama_eagle3.py, and served by it) and SGLang 0.5.14
+(srt/models/llama_eagle3.py; layer ids: set_eagle3_layers_to_capture of each model there).
 """
 
 import json
@@ -18,8 +19,9 @@ from eagle3.draft.model import DraftModel
 from eagle3.target import Target
 from eagle3.terminal import UserError
 
-# SGLang captures before layer id on these targets, and before layer id + 1 on all others (it adds one itself)
-SGLANG_UNSHIFTED = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25")
+# SGLang captures before layer id on these targets (deepseek_v2.py, glm4_moe_lite.py), and before layer id + 1 on all
+# others (it adds one itself)
+SGLANG_UNSHIFTED = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2", "kimi_k25")
 
 
 def draft_to_target(d2t: torch.Tensor) -> torch.Tensor:
