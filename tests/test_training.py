@@ -46,6 +46,14 @@ def train(*arguments, check: bool = True, **settings) -> subprocess.CompletedPro
     return result
 
 
+def wait_for_steps(output: Path, process: subprocess.Popen) -> None:
+    """Until a few optimizer steps are in metrics.jsonl."""
+    deadline = time.monotonic() + 120
+    while not (output / "metrics.jsonl").exists() or (output / "metrics.jsonl").stat().st_size < 300:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+
+
 def largest_difference(one: Path, other: Path) -> float:
     """Largest difference of any float weight of two exports."""
     a, b = (load_file(directory / "export" / "model.safetensors") for directory in (one, other))
@@ -201,6 +209,42 @@ def test_killed_and_resumed_equals_unbroken(straight, tiny_target: Path, states:
     assert rates == {r["step"]: r["learning_rate"] for r in metrics(straight[0], "train")}
 
 
+@pytest.mark.slow
+def test_ctrl_c_to_a_launcher_and_its_ranks_saves(tiny_target: Path, states: Path, tmp_path: Path) -> None:
+    """All ranks stop after the same step, and the checkpoint is that of the last step in the metrics."""
+    output = tmp_path / "draft"
+    process = subprocess.Popen(
+        command(tiny_target, states, output, "--epochs", 400, ranks=2),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    wait_for_steps(output, process)
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode != 0 and "the same command continues" in out
+    saved = int((output / "checkpoints" / "latest").read_text().removeprefix("step"))
+    assert saved == metrics(output, "train")[-1]["step"]
+
+
+def test_only_a_later_second_signal_is_impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun passes on at once what the terminal has already sent."""
+    clock, exits = [100.0], []
+    monkeypatch.setattr(loop.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(loop.os, "_exit", exits.append)
+    monkeypatch.setattr(loop.signal, "signal", lambda number, handler: None)
+    stop = loop.StopRequested()
+    for delay in (0.0, 0.1, 1.0):
+        clock[0] += delay
+        stop._note(signal.SIGINT, None)
+    assert stop.signal == signal.SIGINT and exits == []
+    clock[0] += 5
+    stop._note(signal.SIGINT, None)
+    assert exits == [130]
+
+
 def test_an_epoch_with_no_step_left_reads_nothing() -> None:
     assert list(loop.Trainer._prefetched(None, [])) == []
 
@@ -211,10 +255,7 @@ def test_sigterm_saves_and_more_epochs_continue(tiny_target: Path, states: Path,
     process = subprocess.Popen(
         command(tiny_target, states, output, "--epochs", 400), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 120
-    while not (output / "metrics.jsonl").exists() or (output / "metrics.jsonl").stat().st_size < 300:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    wait_for_steps(output, process)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 143 and "the same command continues" in out

@@ -58,17 +58,25 @@ def loss_weights(rows: torch.Tensor, options: TrainOptions) -> torch.Tensor:
 
 
 class StopRequested:
-    """Turns SIGINT and SIGTERM into a flag that is read between optimizer steps."""
+    """Turns SIGINT and SIGTERM into a flag that is read between optimizer steps.
+
+    A launcher passes on what the terminal has sent already, so only a signal that comes PATIENCE seconds after the
+    first one is a person who does not want to wait for the checkpoint.
+    """
+
+    PATIENCE = 3
 
     def __init__(self) -> None:
         self.signal = 0
+        self._since = 0.0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:
-        if self.signal:  # asked twice: the person does not want to wait for the checkpoint
+        if not self.signal:
+            self.signal, self._since = number, time.monotonic()
+        elif time.monotonic() - self._since > self.PATIENCE:
             os._exit(128 + number)
-        self.signal = number
 
 
 @contextlib.contextmanager
