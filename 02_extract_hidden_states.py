@@ -55,8 +55,8 @@ def main() -> None:
     terminal.quiet_libraries()
     import torch
 
-    from eagle3.capture.engines import EngineSettings
     from eagle3.capture.extract import extract
+    from eagle3.capture.interface import EngineSettings
     from eagle3.target import open_target, parse_aux_layers
 
     gpus = torch.cuda.device_count()

@@ -17,8 +17,8 @@ from conftest import REPOSITORY
 
 from eagle3 import artifacts, vllm_runtime
 from eagle3.artifacts import Index
-from eagle3.capture import canary, engines, extract
-from eagle3.capture.engines import Captured, EngineSettings, Scored
+from eagle3.capture import canary, engines, extract, interface
+from eagle3.capture.interface import Captured, EngineSettings, Scored
 from eagle3.capture.transformers_engine import TransformersEngine
 from eagle3.capture.vllm_engine import STAGING_PREFIX, VllmEngine
 from eagle3.target import default_aux_layers, open_target
@@ -159,7 +159,7 @@ def test_vllm_gives_the_states_of_transformers_in_order_and_bounds_its_staging(
     for prompt, want, captured in zip(
         twice, [*reference_states, *reference_states[::-1]], engine.capture(twice), strict=True
     ):
-        assert engines.fault(captured, prompt, settings) is None
+        assert interface.fault(captured, prompt, settings) is None
         errors.append(relative_error(captured.states, want))
         staged.append(sum(path.stat().st_size for path in staging.iterdir()))
     with capsys.disabled():
@@ -176,7 +176,7 @@ def test_vllm_takes_the_longest_prompt_and_outlives_a_bad_one(vllm_engine, real_
     longest, too_long = random_prompts([160, 400])
     prompts = [real_prompts[0], too_long, longest, real_prompts[1]]
     problems = [
-        engines.fault(captured, prompt, settings)
+        interface.fault(captured, prompt, settings)
         for prompt, captured in zip(prompts, engine.capture(prompts), strict=True)
     ]
     assert [problem is None for problem in problems] == [True, False, True, True]

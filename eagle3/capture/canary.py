@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from eagle3.capture.engines import Engine, EngineSettings, Scored, fault
+from eagle3.capture.interface import Engine, EngineSettings, Scored, fault
 from eagle3.target import TargetHead
 from eagle3.terminal import UserError
 

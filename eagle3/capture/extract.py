@@ -18,8 +18,8 @@ import torch
 
 from eagle3 import artifacts, terminal
 from eagle3.artifacts import Index
-from eagle3.capture import canary, engines, vllm_engine
-from eagle3.capture.engines import Captured, Engine, EngineSettings
+from eagle3.capture import canary, engines, interface, vllm_engine
+from eagle3.capture.interface import Captured, Engine, EngineSettings
 from eagle3.terminal import UserError
 
 WRITERS = 4  # threads that check and write: the copy is memory bound, the rest waits for the disk
@@ -287,7 +287,7 @@ class _Run:
 
 def _store(sample: _Sample, captured: Captured, settings: EngineSettings) -> int | tuple[str, str]:
     """Check and write one sample. Returns the file's bytes, or reason and detail of what is wrong with the states."""
-    if problem := engines.fault(captured, sample.prompt, settings):
+    if problem := interface.fault(captured, sample.prompt, settings):
         return problem
     states = captured.states  # [T, L, H]
     # clones: a view would put the storage of all layers into the file

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from eagle3.capture.engines import Captured, EngineSettings, Scored
+from eagle3.capture.interface import Captured, EngineSettings, Scored
 from eagle3.terminal import UserError, output_to, short
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from eagle3 import vllm_runtime
-from eagle3.capture.engines import Captured, EngineSettings, Scored
+from eagle3.capture.interface import Captured, EngineSettings, Scored
 from eagle3.terminal import UserError, short
 
 STAGING_PREFIX = ".staging-"
