@@ -1,4 +1,4 @@
-"""Stage 02: states of both engines against transformers' own, the canary against broken captures, resuming."""
+"""Stage 02: states of both engines against transformers' own, the canary on vLLM, resuming."""
 
 import contextlib
 import dataclasses
@@ -13,15 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from capture_for_tests import Altered, post_norm, random_prompts, settings_for, swap_layers
 from conftest import REPOSITORY
 
 from eagle3 import artifacts, vllm_runtime
 from eagle3.artifacts import Index
 from eagle3.capture import canary, engines, extract, interface
-from eagle3.capture.interface import Captured, EngineSettings, Scored
+from eagle3.capture.interface import Captured, EngineSettings
 from eagle3.capture.transformers_engine import TransformersEngine
 from eagle3.capture.vllm_engine import STAGING_PREFIX, VllmEngine
-from eagle3.target import default_aux_layers, open_target
+from eagle3.target import open_target
 from eagle3.terminal import UserError
 
 SCRIPT = "02_extract_hidden_states.py"
@@ -35,19 +36,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def settings_for(model: Path, output_dir: Path, **changes) -> EngineSettings:
-    target = open_target(str(model))
-    layers = (*default_aux_layers(target.num_layers), target.num_layers)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    defaults = {"target": target, "layers": layers, "dtype": "float32", "batch_tokens": 512, "output_dir": output_dir}
-    return EngineSettings(**(defaults | changes))
-
-
-def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(20, 40000, (length,), generator=generator).tolist() for length in lengths]
 
 
 def write_prepared(directory: Path, model: Path, prompts: list[list[int]], **manifest) -> Path:
@@ -224,116 +212,6 @@ def test_script_captures_bfloat16_with_vllm(run_script, smollm2, real_prompts, r
     assert max(errors) < 0.03
     assert manifest["canary"]["mean"] < canary.TOLERANCE["bfloat16"] / 4
     assert not list((tmp_path / "out").glob(f"{STAGING_PREFIX}*"))
-
-
-# ----------------------------------------------------------------------------------------------- canary
-
-
-class Altered:
-    """An engine whose states are changed on their way out."""
-
-    def __init__(self, engine, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._engine = engine
-        self._change = change
-        self.name, self.version = engine.name, engine.version
-
-    def prompt_logprobs(self, prompts: list[list[int]], k: int) -> Iterator[Scored]:
-        for one in self._engine.prompt_logprobs(prompts, k):
-            states = self._change(one.captured.states.clone())
-            yield Scored(Captured(one.captured.token_ids, states), one.top_ids, one.top_logprobs)
-
-
-def post_norm(norm: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    def change(states: torch.Tensor) -> torch.Tensor:
-        last = states[:, -1].float()
-        states[:, -1] = last * torch.rsqrt(last.square().mean(-1, keepdim=True) + 1e-6) * norm
-        return states
-
-    return change
-
-
-def swap_layers(first: int, second: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def change(states: torch.Tensor) -> torch.Tensor:
-        states[:, [first, second]] = states[:, [second, first]]
-        return states
-
-    return change
-
-
-def replace_layer(slot: int, by: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def change(states: torch.Tensor) -> torch.Tensor:
-        states[:, slot] = states[:, by]
-        return states
-
-    return change
-
-
-@pytest.fixture
-def tiny_engine(tiny_target, tmp_path) -> tuple[TransformersEngine, EngineSettings]:
-    settings = settings_for(tiny_target, tmp_path / "engine", layers=(2, 4, 7, 8))  # 7 is the one before N
-    return TransformersEngine(settings), settings
-
-
-def test_canary_passes_and_reports_what_it_compared(tiny_engine):
-    engine, settings = tiny_engine
-    report = canary.check(engine, settings, random_prompts([100, 100, 100]))
-    assert report["positions"] == 297 and report["argmax_equal"] == report["argmax_clear"] > 100
-    assert report["mean"] < 1e-6
-    assert list(report["state_rms"]) == ["2", "4", "7", "8"] and report["state_max"] > 0
-    json.dumps(report)
-
-
-def test_canary_catches_a_layer_off_by_one(tiny_engine):
-    engine, settings = tiny_engine
-    with pytest.raises(UserError, match=r"state 8 do not give transformers.*drops or shifts.*nothing was extracted"):
-        canary.check(Altered(engine, replace_layer(3, by=2)), settings, random_prompts([100]))
-
-
-def test_canary_catches_a_norm_applied_already(tiny_engine):
-    engine, settings = tiny_engine
-    norm = canary.TargetHead(settings.target, torch.float32, "cpu").norm
-    with pytest.raises(UserError, match="after the final norm instead of before"):
-        canary.check(Altered(engine, post_norm(norm)), settings, random_prompts([100]))
-
-
-def test_canary_catches_layers_in_another_order(tiny_engine):
-    engine, settings = tiny_engine
-    with pytest.raises(UserError, match="another order, the last one stands in place of layer 4"):
-        canary.check(Altered(engine, swap_layers(1, 3)), settings, random_prompts([100]))
-
-
-def test_canary_catches_equal_aux_layers(tiny_engine):
-    engine, settings = tiny_engine
-    with pytest.raises(UserError, match="same states for layers 2 and 4"):
-        canary.check(Altered(engine, replace_layer(1, by=0)), settings, random_prompts([100]))
-
-
-def test_canary_catches_states_of_the_next_row(tiny_engine):
-    engine, settings = tiny_engine
-    with pytest.raises(UserError, match="do not give"):
-        canary.check(Altered(engine, lambda states: states.roll(1, 0)), settings, random_prompts([100]))
-
-
-def test_canary_catches_the_head_of_another_model(tiny_engine, tiny_target, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    engine, settings = tiny_engine
-    other = shutil.copytree(tiny_target, tmp_path / "other")
-    index = json.loads((other / "model.safetensors.index.json").read_text())
-    shard = other / index["weight_map"]["lm_head.weight"]
-    tensors = load_file(shard)
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(1, 0)
-    save_file(tensors, shard)
-    settings = dataclasses.replace(settings, target=dataclasses.replace(settings.target, directory=other))
-    with pytest.raises(UserError, match="not the ones that the engine runs"):
-        canary.check(engine, settings, random_prompts([100]))
-
-
-def test_canary_takes_whole_prompts_until_it_has_enough_positions():
-    chosen = canary.choose_prompts(random_prompts([1, 50, 300, 300, 300, 300]))
-    assert [len(prompt) for prompt in chosen] == [50, 128, 128, 128]
-    with pytest.raises(UserError, match="two tokens"):
-        canary.choose_prompts(random_prompts([1, 1]))
 
 
 # ------------------------------------------------------------------------------------------------ stage

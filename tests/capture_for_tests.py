@@ -1,0 +1,61 @@
+"""Settings and prompts for capture engines, and deliberately broken captures."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from eagle3.capture.interface import Captured, EngineSettings, Scored
+from eagle3.target import default_aux_layers, open_target
+
+
+def settings_for(model: Path, output_dir: Path, **changes) -> EngineSettings:
+    target = open_target(str(model))
+    layers = (*default_aux_layers(target.num_layers), target.num_layers)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    defaults = {"target": target, "layers": layers, "dtype": "float32", "batch_tokens": 512, "output_dir": output_dir}
+    return EngineSettings(**(defaults | changes))
+
+
+def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(20, 40000, (length,), generator=generator).tolist() for length in lengths]
+
+
+class Altered:
+    """An engine whose states are changed on their way out."""
+
+    def __init__(self, engine, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._engine = engine
+        self._change = change
+        self.name, self.version = engine.name, engine.version
+
+    def prompt_logprobs(self, prompts: list[list[int]], k: int) -> Iterator[Scored]:
+        for one in self._engine.prompt_logprobs(prompts, k):
+            states = self._change(one.captured.states.clone())
+            yield Scored(Captured(one.captured.token_ids, states), one.top_ids, one.top_logprobs)
+
+
+def post_norm(norm: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(states: torch.Tensor) -> torch.Tensor:
+        last = states[:, -1].float()
+        states[:, -1] = last * torch.rsqrt(last.square().mean(-1, keepdim=True) + 1e-6) * norm
+        return states
+
+    return change
+
+
+def swap_layers(first: int, second: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(states: torch.Tensor) -> torch.Tensor:
+        states[:, [first, second]] = states[:, [second, first]]
+        return states
+
+    return change
+
+
+def replace_layer(slot: int, by: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(states: torch.Tensor) -> torch.Tensor:
+        states[:, slot] = states[:, by]
+        return states
+
+    return change
