@@ -66,6 +66,17 @@ def parse() -> argparse.Namespace:
         default=Path(__file__).resolve().parent / "configs/deepspeed/zero2.json",
         help="DeepSpeed JSON without batch sizes, precision and clipping (default %(default)s)",
     )
+    parser.add_argument(
+        "--draft-config",
+        type=Path,
+        help="JSON that states the draft's shape, as configs/drafts/*.json (default: derived from the target)",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("servers", "speculators"),
+        default="servers",
+        help="servers: export/ for vLLM and SGLang; speculators: also export-speculators/ in that library's layout",
+    )
     parser.add_argument("--note", help="a line for the model card and the closing summary")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser.parse_args()
@@ -89,9 +100,16 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     import torch
 
     from eagle3 import artifacts
-    from eagle3.draft.config import derive
+    from eagle3.draft.config import derive, read_draft_config
     from eagle3.draft.model import DraftModel
-    from eagle3.export import config_json, draft_to_target, read_export, target_to_draft, write_export
+    from eagle3.export import (
+        config_json,
+        draft_to_target,
+        export_tensors,
+        read_export,
+        target_to_draft,
+        write_export,
+    )
     from eagle3.model_card import model_card
     from eagle3.target import TargetHead, open_target, read_embedding
     from eagle3.training import inputs as training_inputs
@@ -100,6 +118,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     # ------------------------------------------------------------------------------------------------- inputs
     target = open_target(arguments.model_path, weights=True)
     inputs = training_inputs.open_inputs(target, arguments.hidden_states_dir, arguments.vocab_map_dir)
+    stated = read_draft_config(arguments.draft_config) if arguments.draft_config else None
     deepspeed_config = training_inputs.read_deepspeed_config(arguments.deepspeed_config)
     train, held_out = packing.hold_out(inputs.records, arguments.val_fraction, arguments.seed)
 
@@ -125,7 +144,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     )
     ids = draft_to_target(inputs.d2t)  # [D]
     head = TargetHead(target, getattr(torch, options.dtype), device, rows=ids)
-    config = derive(target, ids.numel(), inputs.aux_layers)
+    config = derive(target, ids.numel(), inputs.aux_layers, stated)
     described = config_json(config, target)  # refuses before hours of training what no server would take
     model = DraftModel(config)
     model.initialise(read_embedding(target), head.weight, options.seed)
@@ -133,6 +152,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
 
     stack.enter_context(loop.output_lock(arguments.output_dir))
     fingerprint = {"target": target.config_hash, **inputs.fingerprint, "val_fraction": arguments.val_fraction}
+    fingerprint["draft"] = artifacts.digest(dataclasses.asdict(config))
     fingerprint |= {key: value for key, value in dataclasses.asdict(options).items() if key != "epochs"}
     loop.claim_output(arguments.output_dir, fingerprint)
     if rank == 0:
@@ -170,7 +190,12 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
         card = model_card(
             target, config, dataclasses.asdict(options), trainer.last_report, inputs.sources(), arguments.note
         )
-        write_export(export, trainer.model, described, {"d2t": inputs.d2t, "t2d": inputs.t2d}, card)
+        tensors = export_tensors(trainer.model, {"d2t": inputs.d2t, "t2d": inputs.t2d})
+        write_export(export, tensors, described, card)
+        if arguments.format == "speculators":
+            from eagle3.export_speculators import write_speculators
+
+            write_speculators(Path(f"{export}-speculators"), tensors, config, target, options.ttt_steps, card)
     loop.barrier()
     report = trainer.evaluate(read_export(export, config).to(device, head.weight.dtype)) if held_out else None
     if rank == 0:
@@ -185,6 +210,8 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
             report=report,
         )
         rows = {"export": export, "optimizer steps": trainer.step}
+        if arguments.format == "speculators":
+            rows["speculators' layout"] = f"{export}-speculators"
         if report:
             rows |= {
                 f"tau, {options.ttt_steps} drafts": f"{report['tau']} (walk) from {report['walk_starts']} starts",

@@ -4,8 +4,10 @@ Read against vLLM 0.32 (model_executor/models/llama_eagle3.py, and served by it)
 (srt/models/llama_eagle3.py; layer ids: set_eagle3_layers_to_capture of each model there).
 """
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,25 +87,33 @@ def config_json(config: DraftConfig, target: Target) -> dict[str, Any]:
     return described
 
 
-def write_export(
-    directory: Path, model: DraftModel, described: dict[str, Any], vocab: dict[str, torch.Tensor], card: str
-) -> None:
-    """Write the export atomically as a whole; an earlier one is replaced.
-
-    `described` is what config_json gave, `vocab` holds d2t and t2d, `card` is the text of README.md.
-    """
+def export_tensors(model: DraftModel, vocab: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What an export holds, on the CPU: weights in bf16 and, unless the vocabulary is full, d2t and t2d of `vocab`."""
     tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.named_parameters()}
     tensors["embed_tokens.weight"] = model.embed_tokens.to("cpu", torch.bfloat16)
     if model.config.draft_vocab_size < model.config.vocab_size:
         tensors |= {"d2t": vocab["d2t"], "t2d": vocab["t2d"]}  # int64 and bool: bf16 would corrupt the offsets
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def write_export(directory: Path, tensors: dict[str, torch.Tensor], described: dict[str, Any], card: str) -> None:
+    """Write the export that vLLM and SGLang load; an earlier one is replaced.
+
+    `described` is what config_json gave, `card` is the text of README.md.
+    """
+    with whole_directory(directory) as work:
+        save_file(tensors, work / "model.safetensors", {"format": "pt"})
+        artifacts.save_json(work / "config.json", described)
+        (work / "README.md").write_text(card)
+
+
+@contextlib.contextmanager
+def whole_directory(directory: Path) -> Iterator[Path]:
+    """A directory to write into, which takes the place of `directory` when the block has ended well."""
     work = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, work / "model.safetensors", {"format": "pt"}
-    )
-    artifacts.save_json(work / "config.json", described)
-    (work / "README.md").write_text(card)
+    yield work
     shutil.rmtree(directory, ignore_errors=True)
     work.rename(directory)
     artifacts.sync_folder(directory.parent)

@@ -1,5 +1,6 @@
 """The export's README.md: what the draft is, what it was trained on, how to serve it."""
 
+import os
 from typing import Any
 
 from eagle3.draft.config import DraftConfig
@@ -15,7 +16,7 @@ def model_card(
     note: str | None,
 ) -> str:
     """Markdown. `training` are the options of the run, `report` the held-out figures of the trained draft."""
-    name = target.directory.name
+    name = target.directory.name if os.path.isabs(target.name) else target.name
     steps = training["ttt_steps"]
     caveat = f"> **{note}**\n\n" if note else ""
     if report:

@@ -16,6 +16,20 @@ from safetensors import SafetensorError, safe_open
 
 from eagle3.terminal import UserError, short
 
+# Final norms that multiply by 1 + weight (transformers 5.19; gemma3n and gemma4 do not)
+NORMS_PLUS_ONE = (
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "recurrent_gemma",
+    "vaultgemma",
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt")
 
 
@@ -23,6 +37,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab
 class Target:
     """One target model directory and the facts the stages need. `config` is the text model's part of config.json."""
 
+    name: str  # as a server would be given it: hub name, or absolute path of the directory
     directory: Path
     config: dict[str, Any]
     end_ids: tuple[int, ...]  # every id that ends a generation, ascending
@@ -31,6 +46,11 @@ class Target:
     @property
     def model_type(self) -> str:
         return self.config.get("model_type", "")
+
+    @property
+    def architectures(self) -> list[str]:
+        """Names of the whole model's class, as servers know it."""
+        return self.config.get("architectures") or []
 
     @property
     def hidden_size(self) -> int:
@@ -51,8 +71,14 @@ class Target:
 
     @property
     def tied_embeddings(self) -> bool:
-        """Whether lm_head is the embedding. Absent means tied only where transformers' class default says so."""
-        return bool(self.config.get("tie_word_embeddings", self.model_type.startswith("gemma")))
+        """Whether lm_head is the embedding. Where the config does not say, transformers' default for the model type."""
+        if "tie_word_embeddings" in self.config:
+            return bool(self.config["tie_word_embeddings"])
+        from transformers import CONFIG_MAPPING
+
+        return self.model_type in CONFIG_MAPPING and bool(
+            getattr(CONFIG_MAPPING[self.model_type], "tie_word_embeddings", False)
+        )
 
     def _number(self, key: str) -> int:
         value = self.config.get(key)
@@ -71,6 +97,7 @@ def open_target(model_path: str, *, weights: bool = False) -> Target:
     if raw is None:
         raise UserError(f"{directory} has no config.json; --model-path must be a model directory or a hub name")
     text = dict(raw.get("text_config") or raw)
+    text["architectures"] = raw.get("architectures")  # what servers load is the whole model
     if "text_config" in raw and "tie_word_embeddings" not in text and "tie_word_embeddings" in raw:
         text["tie_word_embeddings"] = raw["tie_word_embeddings"]
     generation = _read_json(directory / "generation_config.json") or {}
@@ -78,7 +105,8 @@ def open_target(model_path: str, *, weights: bool = False) -> Target:
     for value in (raw.get("eos_token_id"), text.get("eos_token_id"), generation.get("eos_token_id")):
         ends.update([value] if isinstance(value, int) else value or [])
     digest = hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:16]
-    return Target(directory, text, tuple(sorted(ends)), digest)
+    name = str(directory) if os.path.isdir(model_path) else model_path
+    return Target(name, directory, text, tuple(sorted(ends)), digest)
 
 
 def _local_directory(model_path: str, weights: bool) -> Path:
@@ -219,7 +247,7 @@ def read_lm_head(target: Target) -> torch.Tensor:
 
 
 def read_final_norm(target: Target) -> torch.Tensor:
-    """Weight of the final RMSNorm, [H]; for Gemma families as stored, without the 1 that is added."""
+    """Weight of the final RMSNorm, [H], as stored: without the 1 that NORMS_PLUS_ONE add."""
     return _checked(target, "model.norm.weight", (target.hidden_size,))
 
 
@@ -245,7 +273,7 @@ class TargetHead:
         head = read_lm_head(target)
         self.weight = (head if rows is None else head[rows]).to(device, dtype)  # [D, H]
         norm = read_final_norm(target).float()
-        if target.model_type.startswith("gemma"):
+        if target.model_type in NORMS_PLUS_ONE:
             norm = norm + 1
         self.norm = norm.to(device)  # [H], float32
         self.eps = float(config.get("rms_norm_eps") or config.get("norm_eps") or 1e-6)

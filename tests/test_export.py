@@ -43,7 +43,7 @@ LLAMA = {
 
 
 def described(config: dict, layers: list[int]) -> dict:
-    target = Target(Path("m"), config, (1,), "hash")
+    target = Target("m", Path("m"), config, (1,), "hash")
     return config_json(derive(target, 320, layers), target)
 
 

@@ -10,7 +10,11 @@ import pytest
 import torch
 from conftest import REPOSITORY
 
-from eagle3 import artifacts
+from eagle3 import artifacts, served_check, vllm_runtime
+from eagle3.draft.config import derive
+from eagle3.export import export_tensors, read_export
+from eagle3.export_speculators import write_speculators
+from eagle3.target import open_target
 from eagle3.training.packing import hold_out
 
 NOTE = "smoke export: it proves the path, not the draft"
@@ -74,6 +78,38 @@ def test_smoke_artifacts_are_those_of_the_contract(smoke: tuple[Path, str], smol
     records = list(artifacts.Index(out / "hidden_states").samples().values())
     held_out = [record["index"] for record in hold_out(records, 0.2, 0)[1]]
     assert artifacts.read_manifest(out / "draft", "04")["held_out"] == held_out
+
+
+@pytest.mark.slow
+def test_vllm_drafts_the_same_from_the_speculators_layout(
+    smoke: tuple[Path, str], smollm2: Path, tmp_path: Path
+) -> None:
+    out, _ = smoke
+    served = json.loads((out / "draft" / "served_check.json").read_text())
+    target = open_target(str(smollm2), weights=True)
+    config = derive(target, 8000, [2, 15, 27])
+    vocab = artifacts.load_tensors(out / "vocab_map" / "vocab_map.pt")
+    tensors = export_tensors(read_export(out / "draft" / "export", config), vocab)
+    write_speculators(tmp_path / "export-speculators", tensors, config, target, 3, "card")
+    held_out = artifacts.read_manifest(out / "draft", "04")["held_out"]
+    llm = vllm_runtime.load(
+        smollm2,
+        tmp_path / "log",
+        dtype="float32",
+        max_model_len=512,
+        disable_log_stats=False,
+        speculative_config={
+            "method": "eagle3",
+            "model": str(tmp_path / "export-speculators"),
+            "num_speculative_tokens": 3,
+        },
+    )
+    try:
+        served_check.generate(llm, served_check.prompts_of(out / "prepared", held_out), 64, "speculators' layout")
+        counted = served_check.acceptance(llm)
+    finally:
+        vllm_runtime.shutdown(llm)
+    assert counted == {key: served[key] for key in counted}
 
 
 @pytest.mark.slow

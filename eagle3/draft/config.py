@@ -1,6 +1,8 @@
-"""Shape of the draft, derived from the target: one Llama-type decoder layer of the target's width."""
+"""Shape of the draft: one Llama-type decoder layer of the target's width, derived from it or read from a file."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import LlamaConfig
@@ -11,6 +13,16 @@ from eagle3.terminal import UserError
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 # SGLang ignores these YaRN keys and always scales; without them vLLM, SGLang, transformers and training agree
 DROPPED_ROPE_KEYS = ("mscale", "mscale_all_dim")
+# What a draft config file may say: the shape, and facts of the run that it was written for
+SIZE_KEYS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+FACT_KEYS = (
+    "hidden_size",
+    "vocab_size",
+    "draft_vocab_size",
+    "max_position_embeddings",
+    "eagle_aux_hidden_state_layer_ids",
+)
 
 
 @dataclass(frozen=True)
@@ -49,13 +61,45 @@ class DraftConfig:
         )
 
 
-def derive(target: Target, draft_vocab_size: int, aux_layers: list[int]) -> DraftConfig:
-    """The draft of `target`: its width, heads, MLP and rope.
+def read_draft_config(path: Path) -> dict[str, Any]:
+    """A draft config file: a JSON object with keys of the export's config.json.
+
+    Raises UserError naming every key that is none of SIZE_KEYS, ROPE_KEYS, FACT_KEYS or rms_norm_eps, and values of the
+    wrong kind: a misspelt key must not leave the derived value in place.
+    """
+    try:
+        stated = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--draft-config {path}: {error}") from error
+    if not isinstance(stated, dict):
+        raise UserError(f"--draft-config {path}: expected a JSON object, found {type(stated).__name__}")
+    known = (*SIZE_KEYS, "rms_norm_eps", *ROPE_KEYS, *FACT_KEYS)
+    if unknown := [key for key in stated if key not in known]:
+        raise UserError(f"--draft-config {path} has unknown keys {', '.join(unknown)}; known: {', '.join(known)}")
+    for key in SIZE_KEYS:
+        if key in stated and (type(stated[key]) is not int or stated[key] < 1):
+            raise UserError(f"--draft-config {path}: {key} is {stated[key]!r}, expected a positive integer")
+    eps = stated.get("rms_norm_eps", 1e-6)
+    if not isinstance(eps, float) or not 0 < eps < 1:
+        raise UserError(f"--draft-config {path}: rms_norm_eps is {eps!r}, expected a number such as 1e-6")
+    rope = {key: stated[key] for key in ROPE_KEYS if stated.get(key) is not None}
+    if rope and not (rope.get("rope_theta") or (rope.get("rope_parameters") or {}).get("rope_theta")):
+        raise UserError(
+            f"--draft-config {path} has {', '.join(rope)} without rope_theta; state the whole rope or nothing"
+        )
+    return stated
+
+
+def derive(
+    target: Target, draft_vocab_size: int, aux_layers: list[int], stated: dict[str, Any] | None = None
+) -> DraftConfig:
+    """The draft of `target`: its width, heads, MLP and rope; what `stated` (a draft config file) says wins.
 
     For MLA targets (kv_lora_rank) the config's head_dim is only the rope part: the draft takes v_head_dim and as many
-    key/value heads as query heads. Raises UserError for a config without attention heads or of unknown rope type.
+    key/value heads as query heads. Raises UserError for a config without attention heads or of unknown rope type, and
+    for a stated fact that is not this run's.
     """
-    config = target.config
+    config, stated = target.config, stated or {}
     heads = config.get("num_attention_heads")
     if not isinstance(heads, int):
         raise UserError(f"{target.directory}/config.json has no num_attention_heads; no draft shape can be derived")
@@ -64,14 +108,29 @@ def derive(target: Target, draft_vocab_size: int, aux_layers: list[int]) -> Draf
     else:
         head_dim = config.get("head_dim") or target.hidden_size // heads
         kv_heads = config.get("num_key_value_heads") or heads
+    facts = (target.hidden_size, target.vocab_size, draft_vocab_size, target.max_positions, list(aux_layers))
+    for key, value in zip(FACT_KEYS, facts, strict=True):
+        if key in stated and stated[key] != value:
+            raise UserError(
+                f"--draft-config: {key} is {stated[key]!r}, this run has {value!r}; give a file made for it"
+            )
+    sizes = {
+        "intermediate_size": config.get("intermediate_size") or 4 * target.hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    } | {key: stated[key] for key in SIZE_KEYS if key in stated}
+    if sizes["num_attention_heads"] % sizes["num_key_value_heads"] or sizes["head_dim"] % 2:
+        raise UserError(
+            f"no draft has {sizes['num_attention_heads']} heads, {sizes['num_key_value_heads']} key/value heads and "
+            f"head_dim {sizes['head_dim']}: heads must be a multiple of key/value heads and head_dim even; "
+            "set them with --draft-config"
+        )
     return DraftConfig(
         hidden_size=target.hidden_size,
-        intermediate_size=config.get("intermediate_size") or 4 * target.hidden_size,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
-        rope=rope_parameters(config),
+        **sizes,
+        rms_norm_eps=stated.get("rms_norm_eps") or float(config.get("rms_norm_eps") or 1e-6),
+        rope=rope_parameters(stated if any(stated.get(key) for key in ROPE_KEYS) else config),
         max_position_embeddings=target.max_positions,
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab_size,
