@@ -161,25 +161,56 @@ def test_the_default_dataset_and_an_unreachable_hub_is_one_line(smollm2: Path, t
     assert len(errors) == 1 and "mlabonne/open-perfectblend" in errors[0] and "Traceback" not in result.stdout
 
 
-def test_every_flag_in_the_readme_exists() -> None:
+SCRIPTS = {
+    "PREPARE_ARGS": "01_prepare_dataset.py",
+    "EXTRACT_ARGS": "02_extract_hidden_states.py",
+    "VOCAB_ARGS": "03_build_vocab_map.py",
+    "TRAIN_ARGS": "04_train_draft.py",
+    "CHECK_ARGS": "eagle3/served_check.py",
+}
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, str]:
+    """--help of every stage, by script."""
+
+    def help_of(script: str) -> str:
+        command = [sys.executable, str(REPOSITORY / script), "--help"]
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd="/", env=environment).stdout
+
+    return {script: help_of(script) for script in SCRIPTS.values()}
+
+
+@pytest.mark.parametrize("config", sorted((REPOSITORY / "configs/pipelines").glob("*.env")), ids=lambda path: path.stem)
+def test_every_flag_and_file_in_a_pipeline_config_exists(config: Path, helps: dict[str, str]) -> None:
+    shown = "".join(f' && printf "%s\\n" {name} ${{{name}[@]+"${{{name}[@]}}"}}' for name in SCRIPTS)
+    result = subprocess.run(
+        ["bash", "-euc", f'root={REPOSITORY} && source "$1"{shown}', "bash", config],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    script = ""
+    for word in result.stdout.splitlines():
+        script = SCRIPTS.get(word, script)
+        if word.startswith("--"):
+            assert f"{word} " in helps[script], f"{script} has no {word}"
+        if word.endswith(".json"):
+            assert Path(word).is_file()
+    assert script == SCRIPTS["CHECK_ARGS"]
+
+
+def test_every_flag_in_the_readme_exists(helps: dict[str, str]) -> None:
     """A flag that a script's line or section in the README names is one that the script takes."""
     readme = (REPOSITORY / "README.md").read_text()
-    helps = {}
-    for script in (
-        "01_prepare_dataset.py",
-        "02_extract_hidden_states.py",
-        "03_build_vocab_map.py",
-        "04_train_draft.py",
-    ):
-        command = [sys.executable, str(REPOSITORY / script), "--help"]
-        helps[script] = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/").stdout
     commands = [line for line in readme.splitlines() if line.strip().startswith("python 0")]
     assert len(commands) == 4
     for line in commands:
         words = line.split()
         assert all(word in helps[words[1]] for word in words if word.startswith("--")), line
     table = [line.split("`")[1] for line in readme.splitlines() if line.startswith("| `--")]
-    assert len(table) == 6 and all(flag in helps["04_train_draft.py"] for flag in table)
+    assert len(table) == 8 and all(flag in helps["04_train_draft.py"] for flag in table)
     pipeline_help = pipeline("--help").stdout
     options = ("--smoke", "--config", "--model-path", "--dataset", "--output-dir", "--max-samples", "--from", "--to")
     assert all(option in pipeline_help and option in readme for option in options)
