@@ -5,10 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle3.draft.loss import Teacher
 from eagle3.draft.model import StepOutput
 from eagle3.terminal import UserError
 from eagle3.training import packing
-from eagle3.training.metrics import Acceptance, measure, walk
+from eagle3.training.metrics import Acceptance, expected_walk, measure, walk
 from eagle3.training.supervision import make_batch, valid_steps
 
 
@@ -85,8 +86,35 @@ def test_packed_batch_equals_a_walk_over_each_document(documents, steps, supervi
 
 
 def test_walk_jumps_over_accepted_drafts() -> None:
-    assert walk([2, 0, 1, 0, 1, 0]) == [2, 0, 1]  # starts 0, 3, 4
+    assert walk([2, 0, 1, 0, 1, 0]) == [0, 3, 4]
     assert walk([]) == []
+
+
+@settings(deadline=None)
+@given(accepted=st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_a_sure_draft_is_expected_to_walk_as_it_walks(accepted) -> None:
+    chance = [[float(k < a) for k in range(3)] for a in accepted]
+    starts = walk(accepted)
+    assert expected_walk(chance) == (len(starts), sum(accepted[i] for i in starts))
+
+
+@settings(deadline=None, max_examples=30)
+@given(chance=st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=3), min_size=1, max_size=5))
+def test_the_expected_walk_is_the_mean_over_all_outcomes(chance) -> None:
+    def outcomes(i: int) -> tuple[float, float]:
+        """Expected starts and accepted drafts from place i on, branch by branch."""
+        if i >= len(chance):
+            return 0.0, 0.0
+        starts, accepted, survived = 1.0, 0.0, 1.0
+        for k, p in enumerate([*chance[i], 0.0]):
+            stop = survived * (1 - p)
+            rest = outcomes(i + k + 1)
+            starts += stop * rest[0]
+            accepted += stop * (k + rest[1])
+            survived *= p
+        return starts, accepted
+
+    assert expected_walk(chance) == pytest.approx(outcomes(0))
 
 
 def one_turn_output(length: int, predicted: list[list[int]]) -> tuple[StepOutput, object]:
@@ -110,7 +138,7 @@ def test_a_draft_right_only_at_its_first_step_has_tau_two() -> None:
     sums = Acceptance(2)
     measure(output, batch, torch.arange(20), sums)
     report = sums.report()
-    assert report["tau"] == 2.0
+    assert report["tau"] == 2.0 and report["tau_by_drafts"] == [2.0, 2.0]
     assert report["acceptance_by_position"] == [1.0, 0.0]
     assert report["accuracy_by_step"] == [1.0, 0.0]
 
@@ -125,8 +153,10 @@ def test_walk_and_plain_mean_differ_and_out_of_vocabulary_is_wrong() -> None:
     # leading right by start: t=0: 2,3 -> 2; t=1: 3,4 -> 2; t=2: 4,(5) -> 1; t=3: (5) -> 0; t=4: 6,7 -> 2; t=5: 7 -> 1
     report = sums.report()
     # the walk: t=0 accepts 2 3, t=3 nothing (5 is outside), t=4 accepts 6 7
-    assert (sums.walk_starts, sums.walk_accepted) == (3, [2, 2])
-    assert report["tau"] == pytest.approx(1 + 4 / 3, abs=1e-4)
+    assert (sums.starts[1], sums.position, sums.lost[1]) == (3, [2, 2], 1)
+    assert report["tau"] == pytest.approx(1 + 4 / 3, abs=1e-4) and report["lost_to_vocabulary"] == round(1 / 3, 5)
+    # with one draft: t=0 accepts 2, t=2 accepts 4, t=4 accepts 6; never at t=3, where 5 is wanted
+    assert (sums.starts[0], sums.accepted[0], sums.lost[0]) == (3, 3, 0)
     assert report["tau_plain_mean"] == pytest.approx(1 + 8 / 6, abs=1e-3)
     assert report["outside_vocabulary_by_step"] == [round(1 / 6, 5), round(1 / 5, 5)]
 
@@ -184,3 +214,23 @@ def test_one_conversation_cannot_be_split() -> None:
     with pytest.raises(UserError, match="--val-fraction 0"):
         packing.hold_out(records([5, 5]), 0.1, seed=0)
     assert packing.hold_out(records([5, 5]), 0.0, seed=0)[1] == []
+
+
+def test_sums_survive_the_reduction_over_ranks() -> None:
+    output, batch = one_turn_output(7, [[t + 2 for t in range(6)], [t + 3 for t in range(6)]])
+    output.overlap = torch.full((2, 6), 0.5)
+    sums = Acceptance(2)
+    measure(output, batch, torch.arange(20), sums)
+    again = Acceptance.of(sums.tensor(), 2)
+    assert again == sums and again.report() == sums.report()
+    assert "tau_sampled_estimate_by_drafts" in sums.report()
+
+
+def test_overlap_counts_the_targets_probability_outside_the_vocabulary_as_lost() -> None:
+    torch.manual_seed(0)
+    target, draft, ids = torch.randn(5, 50), torch.randn(5, 20), torch.arange(0, 40, 2)
+    p = target.softmax(-1)
+    q = torch.zeros(5, 50).index_copy_(1, ids, draft.softmax(-1))
+    teacher = Teacher(target[:, ids], target.logsumexp(-1))
+    expected = torch.minimum(p, q).sum(-1)
+    torch.testing.assert_close(teacher.overlap(draft, torch.arange(5)), expected)

@@ -49,6 +49,7 @@ class StepOutput:
 
     loss: torch.Tensor  # float [K], KL summed over the valid rows of each step
     predicted: torch.Tensor  # int64 [K, R], draft-vocabulary id of the likeliest token
+    overlap: torch.Tensor | None = None  # float [K, R], Teacher.overlap, where the teacher can tell
 
 
 class RMSNorm(nn.Module):
@@ -164,7 +165,7 @@ class DraftModel(nn.Module):
         hidden, x, cos, sin = hidden[rows], x[rows], cos[rows], sin[rows]
         own_keys: list[torch.Tensor] = []
         own_values: list[torch.Tensor] = []
-        losses, predicted = [], []
+        losses, predicted, overlap = [], [], []
         for step in range(batch.valid.shape[0]):
             if step:
                 embedded = layer.input_layernorm(self.embed_tokens[batch.next_ids[step]])
@@ -180,4 +181,6 @@ class DraftModel(nn.Module):
             kl = teacher.kl(logits, batch.teacher_index[step])  # [R]
             losses.append(torch.where(batch.valid[step], kl, 0.0).sum())
             predicted.append(logits.detach().argmax(-1))
-        return StepOutput(torch.stack(losses), torch.stack(predicted))
+            if teacher.inside is not None:
+                overlap.append(teacher.overlap(logits.detach(), batch.teacher_index[step]))
+        return StepOutput(torch.stack(losses), torch.stack(predicted), torch.stack(overlap) if overlap else None)

@@ -1,6 +1,6 @@
 """Acceptance as a server would count it, and the plain means beside it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -9,62 +9,102 @@ from eagle3.draft.model import Batch, StepOutput
 
 @dataclass
 class Acceptance:
-    """Sums over held-out turns. All lists have one entry a TTT step."""
+    """Sums over held-out turns. Fields that are lists have one entry a TTT step, or a number of drafts K = 1..steps."""
 
     steps: int
     loss: list[float] = field(default_factory=list)  # KL summed over rows
-    rows: list[int] = field(default_factory=list)
-    correct: list[int] = field(default_factory=list)  # rows where the draft's token is the next one
-    outside: list[int] = field(default_factory=list)  # rows whose next token is not in the draft vocabulary
-    walk_starts: int = 0
-    walk_accepted: list[int] = field(default_factory=list)  # starts of the walk with more than k accepted drafts
-    chain_starts: int = 0
-    chain_accepted: int = 0
+    rows: list[float] = field(default_factory=list)
+    correct: list[float] = field(default_factory=list)  # rows where the draft's token is the next one
+    outside: list[float] = field(default_factory=list)  # rows whose next token is not in the draft vocabulary
+    position: list[float] = field(default_factory=list)  # starts of the walk with K = steps that accept draft k
+    starts: list[float] = field(default_factory=list)  # of the walk with K drafts
+    accepted: list[float] = field(default_factory=list)  # by the walk with K drafts
+    lost: list[float] = field(default_factory=list)  # starts of that walk that stop at a token outside the vocabulary
+    sampled_starts: list[float] = field(default_factory=list)  # expected, at temperature 1
+    sampled_accepted: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)  # leading right drafts up to K, summed over all starts
+    plain_starts: float = 0
 
     def __post_init__(self) -> None:
-        for name in ("loss", "rows", "correct", "outside", "walk_accepted"):
+        for name in self._lists():
             setattr(self, name, getattr(self, name) or [0] * self.steps)
+
+    @classmethod
+    def _lists(cls) -> list[str]:
+        return [one.name for one in fields(cls) if one.name not in ("steps", "plain_starts")]
 
     def tensor(self) -> torch.Tensor:
         """All sums as one float64 vector, for a reduction over ranks."""
-        lists = [*self.loss, *self.rows, *self.correct, *self.outside, *self.walk_accepted]
-        return torch.tensor([*lists, self.walk_starts, self.chain_starts, self.chain_accepted], dtype=torch.float64)
+        values = [value for name in self._lists() for value in getattr(self, name)]
+        return torch.tensor([*values, self.plain_starts], dtype=torch.float64)
 
     @classmethod
     def of(cls, vector: torch.Tensor, steps: int) -> "Acceptance":
         """The inverse of `tensor`."""
-        values = vector.tolist()
-        loss, *counts = (values[place : place + steps] for place in range(0, 5 * steps, steps))
-        rows, correct, outside, accepted = ([int(value) for value in part] for part in counts)
-        starts, chains, chained = (int(value) for value in values[5 * steps :])
-        return cls(steps, loss, rows, correct, outside, starts, accepted, chains, chained)
+        *values, plain_starts = vector.tolist()
+        parts = {name: values[n * steps : (n + 1) * steps] for n, name in enumerate(cls._lists())}
+        return cls(steps, **parts, plain_starts=plain_starts)
 
     def report(self) -> dict[str, object]:
-        """Means for people and metrics.jsonl. `tau` is the walk of the design, `tau_plain_mean` is not it."""
-        return {
-            "loss_by_step": [round(a / max(n, 1), 5) for a, n in zip(self.loss, self.rows, strict=True)],
-            "accuracy_by_step": [round(a / max(n, 1), 5) for a, n in zip(self.correct, self.rows, strict=True)],
-            "outside_vocabulary_by_step": [
-                round(a / max(n, 1), 5) for a, n in zip(self.outside, self.rows, strict=True)
-            ],
-            "tau": round(1 + sum(self.walk_accepted) / max(self.walk_starts, 1), 4),
-            "acceptance_by_position": [round(a / max(self.walk_starts, 1), 5) for a in self.walk_accepted],
-            "tau_plain_mean": round(1 + self.chain_accepted / max(self.chain_starts, 1), 4),
-            "walk_starts": self.walk_starts,
+        """Means for people and metrics.jsonl; `_by_drafts` lists are for K = 1..steps drafts.
+
+        `tau` is the walk of the design with K = steps, at temperature 0. `tau_plain_mean` is not it, and
+        `tau_sampled_estimate` is the walk's expected value at temperature 1 on the same text.
+        """
+        last = self.steps - 1
+        tau = [1 + a for a in _ratios(self.accepted, self.starts, 4)]
+        report = {
+            "loss_by_step": _ratios(self.loss, self.rows),
+            "accuracy_by_step": _ratios(self.correct, self.rows),
+            "outside_vocabulary_by_step": _ratios(self.outside, self.rows),
+            "tau": round(tau[last], 4),
+            "tau_by_drafts": [round(value, 4) for value in tau],
+            "acceptance_by_position": _ratios(self.position, [self.starts[last]] * self.steps),
+            "lost_to_vocabulary": _ratios(self.lost, self.starts)[last],
+            "tau_plain_mean": round(1 + self.plain[last] / max(self.plain_starts, 1), 4),
+            "walk_starts": int(self.starts[last]),
         }
+        if self.sampled_starts[last]:
+            estimate = _ratios(self.sampled_accepted, self.sampled_starts, 4)
+            report["tau_sampled_estimate_by_drafts"] = [round(1 + value, 4) for value in estimate]
+        return report
+
+
+def _ratios(sums: list[float], counts: list[float], digits: int = 5) -> list[float]:
+    return [round(a / max(n, 1), digits) for a, n in zip(sums, counts, strict=True)]
 
 
 def walk(accepted: list[int]) -> list[int]:
-    """Accepted drafts at each start of the walk through one turn.
+    """Starts of the walk through one turn, as places in `accepted`.
 
     accepted[i] is the number of leading right drafts from the turn's i-th start; after A accepted drafts the server
     emits A + 1 tokens and starts again there.
     """
     taken, place = [], 0
     while place < len(accepted):
-        taken.append(accepted[place])
+        taken.append(place)
         place += accepted[place] + 1
     return taken
+
+
+def expected_walk(chance: list[list[float]]) -> tuple[float, float]:
+    """Expected starts and accepted drafts of the walk through one turn, when drafts are accepted by chance.
+
+    chance[i][k] is the probability that draft k from the turn's i-th start is accepted, given that those before it
+    were: sum of min(p, q) for target p and draft q (Leviathan et al. 2023, arXiv:2211.17192, theorem 3.5).
+    """
+    reach = [0.0] * (len(chance) + 1)  # probability that the walk starts at i
+    reach[0] = 1.0
+    accepted = 0.0
+    for i, row in enumerate(chance):
+        survived = 1.0
+        for k, probability in enumerate(row):
+            stopped = survived * (1 - probability)
+            reach[min(i + k + 1, len(chance))] += reach[i] * stopped
+            survived -= stopped
+            accepted += reach[i] * survived
+        reach[min(i + len(row) + 1, len(chance))] += reach[i] * survived
+    return sum(reach[:-1]), accepted
 
 
 def measure(output: StepOutput, batch: Batch, target_to_draft: torch.Tensor, sums: Acceptance) -> None:
@@ -78,19 +118,35 @@ def measure(output: StepOutput, batch: Batch, target_to_draft: torch.Tensor, sum
     if not known.any():
         return
     right = known & (output.predicted == wanted) & (wanted >= 0)  # [K, R]
+    outside = known & (wanted < 0)  # [K, R]
     leading = right.long().cumprod(0).sum(0)  # [R], leading right drafts of each start
     for step in range(sums.steps):
         sums.loss[step] += float(output.loss[step])
         sums.rows[step] += int(known[step].sum())
         sums.correct[step] += int(right[step].sum())
-        sums.outside[step] += int((known[step] & (wanted[step] < 0)).sum())
-    sums.chain_starts += leading.numel()
-    sums.chain_accepted += int(leading.sum())
+        sums.outside[step] += int(outside[step].sum())
+        sums.plain[step] += int(leading.clamp(max=step + 1).sum())
+    sums.plain_starts += leading.numel()
+    leading, outside, counts = leading.cpu(), outside.cpu(), known.sum(0).tolist()
     for turn in _turns(batch):
-        for accepted in walk(leading[turn].tolist()):
-            sums.walk_starts += 1
-            for step in range(accepted):
-                sums.walk_accepted[step] += 1
+        for drafts in range(1, sums.steps + 1):
+            accepted = leading[turn].clamp(max=drafts).tolist()
+            starts = walk(accepted)
+            sums.starts[drafts - 1] += len(starts)
+            sums.accepted[drafts - 1] += sum(accepted[i] for i in starts)
+            sums.lost[drafts - 1] += sum(
+                accepted[i] < drafts and bool(outside[accepted[i], int(turn[i])]) for i in starts
+            )
+        for i in starts:  # of the walk with all drafts
+            for step in range(accepted[i]):
+                sums.position[step] += 1
+        if output.overlap is not None:
+            chance = output.overlap[:, turn].T.tolist()
+            for drafts in range(1, sums.steps + 1):
+                rows = [row[: min(drafts, counts[n])] for n, row in zip(turn.tolist(), chance, strict=True)]
+                expected = expected_walk(rows)
+                sums.sampled_starts[drafts - 1] += expected[0]
+                sums.sampled_accepted[drafts - 1] += expected[1]
 
 
 def _turns(batch: Batch) -> list[torch.Tensor]:
