@@ -9,6 +9,8 @@ on a GPU batch-dependent rounding can flip a near tie, so they are counted and s
 import argparse
 import os
 import time
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +41,42 @@ def generate(
     return [list(output.outputs[0].token_ids) for output in outputs], time.monotonic() - started
 
 
-def acceptance(llm: Any) -> dict[str, Any]:
-    """Acceptance length and per-position rates from the engine's own counters."""
-    counters = {metric.name: metric for metric in llm.get_metrics() if metric.name.startswith("vllm:spec_decode_")}
-    if not counters:
-        raise UserError("vLLM reports no speculative decoding counters; the draft was not used")
-    drafts = counters["vllm:spec_decode_num_drafts"].value
-    accepted = counters["vllm:spec_decode_num_accepted_tokens"].value
-    by_position = counters["vllm:spec_decode_num_accepted_tokens_per_pos"].values
-    if not drafts:
-        raise UserError("vLLM made no draft at all; the answers are too short to tell anything, raise --max-new-tokens")
-    return {
-        "tau": round(1 + accepted / drafts, 4),
-        "acceptance_by_position": [round(value / drafts, 4) for value in by_position],
-        "drafts": int(drafts),
-    }
+@dataclass
+class Counts:
+    """Drafts and accepted tokens as a server counts them."""
+
+    drafts: int = 0  # times that the draft proposed tokens
+    accepted: int = 0
+    by_position: list[int] = field(default_factory=list)  # drafts whose token k was accepted
+
+    def __add__(self, other: "Counts") -> "Counts":
+        pairs = zip_longest(self.by_position, other.by_position, fillvalue=0)
+        return Counts(self.drafts + other.drafts, self.accepted + other.accepted, [a + b for a, b in pairs])
+
+    def __sub__(self, other: "Counts") -> "Counts":
+        pairs = zip_longest(self.by_position, other.by_position, fillvalue=0)
+        return Counts(self.drafts - other.drafts, self.accepted - other.accepted, [a - b for a, b in pairs])
+
+    def report(self) -> dict[str, Any]:
+        """Acceptance length tau and the share of drafts whose token k was accepted."""
+        drafts = max(self.drafts, 1)
+        return {
+            "tau": round(1 + self.accepted / drafts, 4),
+            "acceptance_by_position": [round(count / drafts, 4) for count in self.by_position],
+            "drafts": self.drafts,
+        }
+
+
+def counters(llm: Any) -> Counts:
+    """The engine's own counters so far; all zero for an engine without a draft."""
+    found = {metric.name: metric for metric in llm.get_metrics() if metric.name.startswith("vllm:spec_decode_")}
+    if not found:
+        return Counts()
+    return Counts(
+        int(found["vllm:spec_decode_num_drafts"].value),
+        int(found["vllm:spec_decode_num_accepted_tokens"].value),
+        [int(value) for value in found["vllm:spec_decode_num_accepted_tokens_per_pos"].values],
+    )
 
 
 def main() -> int:
@@ -110,10 +133,13 @@ def main() -> int:
     drafting = vllm_runtime.load(target.directory, log, speculative_config=draft, disable_log_stats=False, **settings)
     try:
         written, draft_seconds = generate(drafting, prompts, arguments.max_new_tokens, "with the draft")
-        report = acceptance(drafting)
+        counts = counters(drafting)
     finally:
         vllm_runtime.shutdown(drafting)
 
+    if not counts.drafts:
+        raise UserError("vLLM made no draft at all; the answers are too short to tell anything, raise --max-new-tokens")
+    report = counts.report()
     different = [place for place, (a, b) in enumerate(zip(expected, written, strict=True)) if a != b]
     report |= {
         "identical": len(prompts) - len(different),

