@@ -36,20 +36,24 @@ def write_answers(llm: Any, tokenizer: Any, rows: list[dict[str, Any]], max_new_
             for row in active:
                 chats[row["id"]].append({"role": "user", "content": row["turns"][turn]})
                 text = tokenizer.apply_chat_template(chats[row["id"]], tokenize=False, add_generation_prompt=True)
+                opened = text.rstrip().endswith("<think>")  # a template does so for all prompts or for none
                 prompts.append({"prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]})
             for start in range(0, len(prompts), 32):
                 outputs = llm.generate(prompts[start : start + 32], sampling, use_tqdm=False)
                 for row, output in zip(active[start:], outputs, strict=False):
                     answer = output.outputs[0]
                     ids = list(answer.token_ids)[:-1]  # without the end-of-turn token
+                    message = _message(answer.text, opened)
                     if answer.finish_reason != "stop":
                         reason = f"no end within {max_new_tokens} tokens"
-                    elif not answer.text.strip():
+                    elif message is None:
+                        reason = "reasoning without an end"
+                    elif not message["content"].strip():
                         reason = "empty answer"
                     elif tokenizer(answer.text, add_special_tokens=False)["input_ids"] != ids:
                         reason = "text tokenises differently"
                     else:
-                        chats[row["id"]].append({"role": "assistant", "content": answer.text})
+                        chats[row["id"]].append(message)
                         continue
                     cut[reason] += 1
                     open_rows.discard(row["id"])
@@ -61,6 +65,15 @@ def write_answers(llm: Any, tokenizer: Any, rows: list[dict[str, Any]], max_new_
         if messages and messages[-1]["role"] == "assistant"
     ]
     return answered, cut
+
+
+def _message(text: str, opened: bool) -> dict[str, str] | None:
+    """The assistant message of an answer. Reasoning that the prompt `opened` becomes a field of its own, which the
+    template leaves out of later prompts; None when it does not end."""
+    if not opened:
+        return {"role": "assistant", "content": text}
+    reasoning, closed, content = text.partition("</think>")
+    return {"role": "assistant", "content": content, "reasoning_content": reasoning} if closed else None
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 from eagle3.conversations import Conversation, SkipRow
 
-INLINE_REASONING = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 EMPTY_THINK = re.compile(r"\s*(?:<think>\s*)?</think>(\s*)")  # the opening tag may end the generation prompt
 PLACEHOLDER = "(the answer's text)"  # shows what a template puts after an answer
 MINIMUM_RUN = 2  # the first token of an answer is the target's own; a draft is supervised from the second on
@@ -98,10 +97,16 @@ class Masker:
         prepared = []
         for message in messages:
             if message["role"] == "assistant" and "reasoning_content" not in message:
-                match = INLINE_REASONING.fullmatch(message["content"])
-                if match:
-                    message = message | {"reasoning_content": match[1] if match[1].strip() else "", "content": match[2]}
-                    if not match[2].strip() and "tool_calls" not in message:
+                before, closed, content = message["content"].partition("</think>")
+                opened = before.lstrip().startswith("<think>")
+                # a server's answer as it is has no opening tag: the prompt ends in it
+                if closed and (opened or "<think>" not in before):
+                    reasoning = before.lstrip().removeprefix("<think>") if opened else before
+                    message = message | {
+                        "reasoning_content": reasoning if reasoning.strip() else "",
+                        "content": content,
+                    }
+                    if not content.strip() and "tool_calls" not in message:
                         raise SkipRow("assistant content is empty after its reasoning")
             prepared.append(message)
         return prepared
@@ -119,14 +124,22 @@ class Masker:
         else:
             expected = f"<think>{reasoning}</think>{content}"
         answer = through[len(prompt) :] if through.startswith(prompt) else None
-        if reasoning and self.opens_reasoning and not _bare(answer or "").startswith(_bare(expected)):
-            # Such a template drops the reasoning of a finished turn, although the target generates it.
+        dropped = reasoning and not _bare(answer or "").startswith(_bare(expected))
+        if self.opens_reasoning and (answer is None or dropped):
+            # Such a template drops the reasoning of a finished turn, and of the calls before it, although the target
+            # generates it: the turn follows the prompt as the server gave it.
             marked = self._render([*messages[:index], message | {"content": PLACEHOLDER}], tools, generation=False)
             before, _, tail = marked.rpartition(PLACEHOLDER)
             if _bare(before + content + tail) != _bare(through):
                 raise SkipRow("chat template changes an answer's text")
-            opened = prompt.rpartition("<think>")[2]  # white space that the reasoning may begin with as well
-            return Turn(prompt, expected.removeprefix(opened) + tail, expected, calls)
+            start, tag, opened = prompt.rpartition(
+                "<think>"
+            )  # `opened`: white space, the reasoning's own start as well
+            if reasoning:
+                return Turn(prompt, expected.removeprefix(opened) + tail, expected, calls)
+            block = before.rpartition("<think>")[2]
+            if _bare(block) == "</think>":
+                return Turn(start + tag + block, content + tail, expected, calls)
         if answer is None:
             raise SkipRow("chat template: the generation prompt is not how the turn begins")
         added = None if reasoning or _bare(content).startswith("<think>") else EMPTY_THINK.match(answer)
