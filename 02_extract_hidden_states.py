@@ -57,7 +57,7 @@ def main() -> None:
 
     from eagle3.capture.extract import extract
     from eagle3.capture.interface import EngineSettings
-    from eagle3.target import open_target, parse_aux_layers
+    from eagle3.target import open_target, parse_aux_layers, require_trust
 
     gpus = torch.cuda.device_count()
     batch_tokens = arguments.batch_tokens or (32768 if gpus else 4096)
@@ -74,6 +74,7 @@ def main() -> None:
         raise UserError("--device cuda: no GPU is visible")
 
     target = open_target(arguments.model_path, weights=True)
+    require_trust(target, arguments.trust_remote_code)
     layers = [*parse_aux_layers(arguments.aux_layers, target.num_layers), target.num_layers]
     extract(
         arguments.prepared_dir,

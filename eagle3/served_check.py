@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3 import artifacts, terminal, vllm_runtime
-from eagle3.target import open_target
+from eagle3.target import open_target, require_trust
 from eagle3.terminal import UserError
 
 
@@ -97,6 +97,7 @@ def main() -> int:
     import torch
 
     target = open_target(arguments.model_path, weights=True)
+    require_trust(target, arguments.trust_remote_code)
     trained = artifacts.read_manifest(arguments.draft_dir, "04")
     prepared = artifacts.read_manifest(arguments.prepared_dir, "01")
     if not trained["complete"]:

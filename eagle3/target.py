@@ -136,17 +136,50 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         raise UserError(f"{path} is not valid JSON ({error})") from error
 
 
+# ------------------------------------------------------------------------------------------ remote code
+
+
+def require_trust(target: Target, trust_remote_code: bool) -> None:
+    """Refuse a target that needs Python code of its own directory, unless the user allows it.
+
+    To be called before anything of transformers or vLLM opens the directory: both would build a different fast
+    tokenizer in the place of a remote one, and say nothing. A config class that the installed transformers has itself
+    needs no code, whatever auto_map names. Raises UserError naming the file.
+    """
+    if trust_remote_code:
+        return
+    raw = _read_json(target.directory / "config.json") or {}
+    if code := _tokenizer_code(target):
+        what = "tokenizer"
+    elif code := (raw.get("auto_map") or {}).get("AutoConfig"):
+        from transformers import CONFIG_MAPPING
+
+        if raw.get("model_type") in CONFIG_MAPPING:
+            return
+        what = f"config class (model_type {raw.get('model_type')!r} is not one of transformers)"
+    else:
+        return
+    file = target.directory / (code.rpartition(".")[0].rpartition("--")[2] + ".py")
+    raise UserError(f"the {what}, {file}, is remote code; read it, then give --trust-remote-code")
+
+
+def _tokenizer_code(target: Target) -> str | None:
+    """The tokenizer's class where it is remote code, such as tokenization_kimi.TikTokenTokenizer."""
+    declared = (_read_json(target.directory / "tokenizer_config.json") or {}).get("auto_map") or {}
+    if isinstance(declared, dict):
+        declared = declared.get("AutoTokenizer") or ()
+    slow_and_fast = [declared] if isinstance(declared, str) else declared
+    return next((name for name in reversed(slow_and_fast) if name), None)
+
+
 # -------------------------------------------------------------------------------------------- tokenizer
 
 
 def load_tokenizer(target: Target, *, trust_remote_code: bool) -> Any:
     """The target's tokenizer. Raises UserError without one, or without a chat template."""
+    require_trust(target, trust_remote_code)
     from transformers import AutoTokenizer
 
-    declared = (_read_json(target.directory / "tokenizer_config.json") or {}).get("auto_map", {})
-    if "AutoTokenizer" in declared and not trust_remote_code:
-        # transformers would silently build a different fast tokenizer
-        raise UserError(f"the tokenizer of {target.directory} is remote code; read it, then give --trust-remote-code")
     try:
         tokenizer = AutoTokenizer.from_pretrained(target.directory, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -162,10 +195,11 @@ def load_tokenizer(target: Target, *, trust_remote_code: bool) -> Any:
 
 
 def tokenizer_hash(target: Target, tokenizer: Any) -> str:
-    """Digest of the vocabulary files, added tokens and chat template: what turns text into ids."""
+    """Digest of vocabulary files, added tokens, chat template and remote code: what turns text into ids."""
     digest = hashlib.sha256(repr(tokenizer.chat_template).encode())
     digest.update(json.dumps(sorted(tokenizer.get_added_vocab().items())).encode())
-    for name in TOKENIZER_FILES:
+    code = sorted(path.name for path in target.directory.glob("*.py")) if _tokenizer_code(target) else []
+    for name in (*TOKENIZER_FILES, *code):
         if (path := target.directory / name).exists():
             digest.update(name.encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:16]
@@ -217,45 +251,53 @@ def _tensor_names(path: Path) -> list[str]:
         raise UserError(f"{path} is missing or damaged ({short(error)}); fetch it again") from error
 
 
-def _read_tensor(target: Target, suffix: str) -> torch.Tensor:
-    """The one tensor whose name ends in `suffix`, opening only the file that holds it."""
-    files = _tensor_files(target)
-    names = [name for name in files if name == suffix or name.endswith("." + suffix)]
+def _find_tensor(target: Target, wanted: str, *, prefix: str | None = None, note: str = "") -> tuple[str, Path]:
+    """Name and file of the one tensor `wanted`, with this prefix or any. Those inside layers (MTP) do not count."""
+    files = {name: file for name, file in _tensor_files(target).items() if "layers." not in name}
+    if prefix is None:
+        names = [name for name in files if name == wanted or name.endswith("." + wanted)]
+    else:
+        names = [name for name in files if name == prefix + wanted]
     if len(names) != 1:
-        found = names or [name for name in files if any(word in name for word in ("embed", "head", "norm"))][:8]
+        found = names or [name for name in files if any(word in name for word in ("embed", "head", "norm"))]
+        looked_for = ("..." if prefix is None else prefix) + wanted
         raise UserError(
-            f"{target.directory}: {len(names)} tensors named ...{suffix}, expected one; candidates: {', '.join(found)}"
+            f"{target.directory}: {len(names)} tensors {looked_for}, expected one{note}; "
+            f"candidates: {', '.join(found[:8]) or 'none'}"
         )
-    path = files[names[0]]
+    return names[0], files[names[0]]
+
+
+def _read_tensor(target: Target, name: str, path: Path, shape: tuple[int, ...]) -> torch.Tensor:
     try:
         with safe_open(path, framework="pt") as file:
-            return file.get_tensor(names[0])
+            tensor = file.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: cannot read {names[0]} ({short(error)}); fetch the file again") from error
+        raise UserError(f"{path}: cannot read {name} ({short(error)}); fetch the file again") from error
+    if tuple(tensor.shape) != shape:
+        raise UserError(f"{target.directory}: {name} is {tuple(tensor.shape)}, config.json says {shape}")
+    return tensor
 
 
 def read_embedding(target: Target) -> torch.Tensor:
     """Input embedding, [V, H]."""
-    return _checked(target, "embed_tokens.weight", (target.vocab_size, target.hidden_size))
+    name, path = _find_tensor(target, "embed_tokens.weight")
+    return _read_tensor(target, name, path, (target.vocab_size, target.hidden_size))
 
 
 def read_lm_head(target: Target) -> torch.Tensor:
     """Output head, [V, H]: the embedding where the config ties them, otherwise lm_head, never a fallback."""
     if target.tied_embeddings:
         return read_embedding(target)
-    return _checked(target, "lm_head.weight", (target.vocab_size, target.hidden_size))
+    name, path = _find_tensor(target, "lm_head.weight", note=" (config.json does not tie it to the embedding)")
+    return _read_tensor(target, name, path, (target.vocab_size, target.hidden_size))
 
 
 def read_final_norm(target: Target) -> torch.Tensor:
-    """Weight of the final RMSNorm, [H], as stored: without the 1 that NORMS_PLUS_ONE add."""
-    return _checked(target, "model.norm.weight", (target.hidden_size,))
-
-
-def _checked(target: Target, suffix: str, shape: tuple[int, ...]) -> torch.Tensor:
-    tensor = _read_tensor(target, suffix)
-    if tuple(tensor.shape) != shape:
-        raise UserError(f"{target.directory}: {suffix} is {tuple(tensor.shape)}, config.json says {shape}")
-    return tensor
+    """Weight of the final RMSNorm, [H], beside the embedding; as stored, without the 1 that NORMS_PLUS_ONE add."""
+    embedding, _ = _find_tensor(target, "embed_tokens.weight")
+    name, path = _find_tensor(target, "norm.weight", prefix=embedding.removesuffix("embed_tokens.weight"))
+    return _read_tensor(target, name, path, (target.hidden_size,))
 
 
 class TargetHead:
