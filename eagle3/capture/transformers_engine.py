@@ -73,10 +73,12 @@ def _load(settings: EngineSettings) -> torch.nn.Module:
         auto_map = PreTrainedConfig.get_config_dict(directory)[0].get("auto_map", {})
         remote = settings.trust_remote_code and any(name.startswith("AutoModel") for name in auto_map)
         config = AutoConfig.from_pretrained(directory, trust_remote_code=remote)
+        _confine_quantization(config)
         multimodal = any(name.endswith("ForConditionalGeneration") for name in config.architectures or ())
         loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
         model = loader.from_pretrained(
             directory,
+            config=config,
             dtype=settings.torch_dtype,
             trust_remote_code=remote,
             # spreads a target that is larger than one GPU
@@ -84,7 +86,22 @@ def _load(settings: EngineSettings) -> torch.nn.Module:
         )
     except (ValueError, OSError, ImportError, torch.OutOfMemoryError) as error:
         raise UserError(f"transformers cannot load {directory} ({short(error)})") from error
+    for parameter in model.parameters():  # those of a quantised checkpoint come as they are stored
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.to(settings.torch_dtype)
     return model.eval()
+
+
+def _confine_quantization(config: Any) -> None:
+    """Keep compressed-tensors (Kimi's INT4) to the text model, and unpack while loading.
+
+    transformers would take the vision tower for packed as well, and unpack, with a bar, in the first forward pass.
+    """
+    text = config.get_text_config()
+    quantization = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    if text is not config and isinstance(quantization, dict) and quantization["quant_method"] == "compressed-tensors":
+        quantization["ignore"] = [*(quantization.get("ignore") or ()), "re:.*(vision|visual|projector).*"]
+        quantization["dequantize"] = True
 
 
 def _find_decoder(model: torch.nn.Module, settings: EngineSettings) -> Any:
