@@ -163,8 +163,10 @@ def test_reasoning_inside_the_content_as_servers_give_it(tokenizer, masker, text
 
 
 def test_an_answer_that_speaks_of_think_tags_has_no_reasoning(tokenizer, masker):
-    samples = masker.samples(conversation(user("How?"), answer("Between <think> and </think>.")), 512)
-    assert decoded(tokenizer, samples) == [["Between <think> and </think>.<|im_end|>"]]
+    said = "Between <think> and </think>."
+    [sample] = masker.samples(conversation(user("How?"), answer(said)), 512)
+    assert decoded(tokenizer, [sample]) == [[f"{said}<|im_end|>"]]
+    assert tokenizer.decode(sample.ids).endswith(f"{PROMPT}<think></think>{said}<|im_end|>")
 
 
 # ------------------------------------------------------------------------- random conversations, an oracle
