@@ -18,6 +18,8 @@ from test_pipeline import pipeline
 from eagle3 import artifacts, vllm_runtime
 from eagle3.capture import canary, transformers_engine
 from eagle3.capture.transformers_engine import TransformersEngine
+from eagle3.draft.config import derive
+from eagle3.export import config_json
 from eagle3.target import TargetHead, open_target, read_embedding, read_final_norm, read_lm_head
 from eagle3.terminal import UserError
 from tests.kimi_for_tests import NAMED, RESERVED
@@ -205,7 +207,10 @@ def test_int4_gives_the_states_of_the_same_weights_unpacked(tiny_kimi_int4, kimi
         print(f"\n  Kimi INT4, transformers float32: {canary.describe(report)}")
         print(f"  INT4 against unpacked: largest relative error {error:.1e}")
     assert error < 1e-6
-    assert open_target(str(packed)).config_hash != open_target(str(unpacked)).config_hash
+    targets = [open_target(str(model)) for model in (packed, unpacked)]
+    assert targets[0].config_hash != targets[1].config_hash
+    described = [config_json(derive(target, 512, [2, 4, 5]), target) for target in targets]
+    assert described[0] == described[1]  # quantisation is the target's alone
     assert [line for line in result.stderr.splitlines() if line and "capture:" not in line] == []
 
 
