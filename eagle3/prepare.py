@@ -6,10 +6,9 @@ reason). `conversation` is a digest of the row's text, so duplicates and all sam
 later stage splits by it.
 """
 
-from bisect import bisect_left
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -21,13 +20,17 @@ from eagle3 import artifacts, terminal
 from eagle3.artifacts import Index, IndexWriter, sample_path
 from eagle3.conversations import HubDataset, LocalFiles, Row, SkipRow, parse_row
 from eagle3.masking import Masker
-from eagle3.target import Target, tokenizer_hash
+from eagle3.model_files import tokenizer_hash
+from eagle3.target import Target
 from eagle3.terminal import UserError
 
 STAGE = "01"
+MAX_SEQ_LEN = 2048  # where the user does not say
 WRITERS = 8  # a sync takes milliseconds, and syncs at the same time share one commit of the file system
 MOST_PENDING = 64  # samples written but not yet in the index
 CHECKPOINT_EVERY = 20_000  # samples between two saves of the counts, which a resumed run need not count again
+
+COPY = {"counts": ((torch.int64,), 1), "samples": ((torch.int64,), 0)}  # of the counts, as artifacts.PREPARED
 
 Place = tuple[str, int]  # source and row number
 
@@ -72,7 +75,7 @@ class Progress:
     furthest: Place | None = None  # the last row that was begun
     damaged: int = 0  # samples whose file is missing or has another size than the index says
     redo: dict[Place, int] = field(default_factory=dict)  # rows to do again, with the index of their first sample
-    whole: list[int] = field(default_factory=list)  # samples of all other rows, ascending
+    whole: list[dict[str, Any]] = field(default_factory=list)  # records of the samples of all other rows, ascending
 
 
 def read_progress(directory: Path) -> Progress:
@@ -93,21 +96,14 @@ def read_progress(directory: Path) -> Progress:
     progress.samples = len(samples)
     for place, group in groupby(samples.values(), key=lambda record: (record["source"], record["row"])):
         records = list(group)
-        damaged = sum(not _is_whole(directory, record) for record in records)
+        damaged = sum(not artifacts.is_whole(directory, record) for record in records)
         progress.damaged += damaged
         if damaged or place == progress.furthest:
             progress.redo[place] = records[0]["index"]
         else:
             progress.totals.add_row(records)
-            progress.whole += [record["index"] for record in records]
+            progress.whole += records
     return progress
-
-
-def _is_whole(directory: Path, record: dict[str, Any]) -> bool:
-    try:
-        return sample_path(directory, record["index"]).stat().st_size == record["bytes"]
-    except FileNotFoundError:
-        return False
 
 
 class TokenCounts:
@@ -116,22 +112,21 @@ class TokenCounts:
     `covered` is the number of samples, from the first on, that the copy counts.
     """
 
-    def __init__(self, directory: Path, vocab_size: int, samples: int, finished: bool) -> None:
-        """Start from a finished run's token_freq.pt, else from the copy, else from nothing.
+    def __init__(self, directory: Path, vocab_size: int, samples: int, finished: torch.Tensor | None) -> None:
+        """Start from the counts of a finished run, else from the copy, else from nothing.
 
         `samples` is the number that the index has.
         """
         self.path, self.copy = directory / "token_freq.pt", directory / "token_freq.partial.pt"
         self.values, self.covered = torch.zeros(vocab_size, dtype=torch.int64), 0  # [V]
-        try:
-            if finished:
-                self.values, self.covered = artifacts.load_tensors(self.path).clone(), samples
-            elif self.copy.exists():
-                saved = artifacts.load_tensors(self.copy)
-                if saved["samples"] <= samples:  # else the index lost its end in a power cut
+        if finished is not None:
+            self.values, self.covered = finished, samples
+        elif self.copy.exists():
+            with suppress(UserError):  # damaged: the samples are counted again
+                saved = artifacts.load_fields(self.copy, COPY, STAGE)
+                # more samples: the index lost its end in a power cut
+                if saved["counts"].shape == self.values.shape and saved["samples"] <= samples:
                     self.values, self.covered = saved["counts"].clone(), int(saved["samples"])
-        except UserError:
-            pass  # missing or damaged: the samples are counted again
 
     def add(self, index: int, tensors: dict[str, torch.Tensor]) -> None:
         """Count sample `index`, unless the copy that this run began with has it."""
@@ -176,20 +171,27 @@ def prepare(
     directory: Path,
     *,
     max_samples: int | None,
-    max_seq_len: int,
+    max_seq_len: int | None,
 ) -> Totals | None:
     """Write the samples of `dataset` to `directory`, or continue there; None when it was finished already.
 
-    Raises UserError when the directory holds something else or more samples than `max_samples`, when another process
+    Without `max_seq_len` it is MAX_SEQ_LEN, or what the target takes. Raises UserError when the target takes less than
+    `max_seq_len`, when the directory holds something else or more samples than `max_samples`, when another process
     uses it, or when no row is usable.
     """
-    positions = target.config.get("max_position_embeddings")
-    if positions and max_seq_len > positions:
-        terminal.say(f"--max-seq-len {max_seq_len} is lowered to the target's {positions} positions")
-        max_seq_len = positions
+    positions = target.config.get("max_position_embeddings") or MAX_SEQ_LEN
+    if max_seq_len is None:
+        max_seq_len = min(MAX_SEQ_LEN, positions)
+        if max_seq_len < MAX_SEQ_LEN:
+            terminal.say(f"samples are cut to {max_seq_len} tokens instead of {MAX_SEQ_LEN}: the target takes no more")
+    elif max_seq_len > positions and "max_position_embeddings" in target.config:
+        raise UserError(
+            f"--max-seq-len {max_seq_len}: the target takes {positions} positions (max_position_embeddings in "
+            f"{target.directory}/config.json); give at most {positions}"
+        )
     fingerprint = {
         "target": target.config_hash,
-        "tokenizer": tokenizer_hash(target, tokenizer),
+        "tokenizer": tokenizer_hash(target.directory),
         "dataset": dataset.identity(),
         "split": dataset.split,
         "max_seq_len": max_seq_len,
@@ -220,14 +222,17 @@ def prepare(
             )
         complete = bool(manifest and manifest["complete"])
         enough = complete and (manifest["exhausted"] or progress.samples == max_samples)
-        if enough and not progress.damaged and (directory / "token_freq.pt").exists():
+        counted = None
+        if complete and manifest["samples"] == progress.samples:
+            with suppress(UserError):  # missing or damaged: the samples are counted again
+                counted = artifacts.load_counts(directory, target.vocab_size, manifest["supervised"])
+        if enough and not progress.damaged and counted is not None:
             terminal.say(
                 f"{directory} is finished: {manifest['samples']:,} samples, {manifest['tokens']:,} tokens, "
                 f"{manifest['supervised']:,} of them assistant tokens; nothing to do"
             )
             return None
-        finished = complete and manifest["samples"] == progress.samples
-        counts = TokenCounts(directory, target.vocab_size, progress.samples, finished)
+        counts = TokenCounts(directory, target.vocab_size, progress.samples, counted)
         artifacts.write_manifest(directory, STAGE, fingerprint, **facts, complete=False)
         artifacts.remove_stale_temporaries(directory)
         for index in range(progress.samples, progress.samples + MOST_PENDING + 1):
@@ -268,8 +273,9 @@ class _Run:
     def over(self, dataset: LocalFiles | HubDataset) -> bool:
         """Process rows until there are enough samples; returns whether the dataset came to its end."""
         counts, redo, furthest = self.counts, self.progress.redo, self.progress.furthest
-        for index in self.progress.whole[bisect_left(self.progress.whole, counts.covered) :]:
-            counts.add(index, _load_or_remove(sample_path(self.directory, index)))
+        for record in self.progress.whole:
+            if record["index"] >= counts.covered:
+                counts.add(record["index"], _load_or_remove(self.directory, record, len(counts.values)))
         done, saved, passed, exhausted = self.progress.samples, counts.covered, furthest is None, True
         with (
             Index(self.directory).appending() as index_writer,
@@ -333,19 +339,23 @@ def _progress_bar(dataset: LocalFiles | HubDataset, max_samples: int | None, don
     return terminal.progress(max_samples, "sample", "preparing", done)
 
 
-def _load_or_remove(path: Path) -> dict[str, torch.Tensor]:
+def _load_or_remove(directory: Path, record: dict[str, Any], vocab_size: int) -> dict[str, torch.Tensor]:
     """Load a sample of an earlier run; a damaged file is removed, so that the next run makes it again."""
     try:
-        return artifacts.load_tensors(path)
-    except UserError:
+        return artifacts.load_sample(directory, STAGE, record, vocab_size)
+    except UserError as error:
+        path = sample_path(directory, record["index"])
         path.unlink()
-        raise
+        raise UserError(f"{path} was damaged and has been removed; run the same command, it makes it again") from error
 
 
 def _nothing_usable(dataset: str, totals: Totals) -> str:
     reasons = "; ".join(f"{count} × {reason}, first {place}" for reason, (count, place) in totals.skipped.items())
     advice = "; give a larger --max-seq-len" if any("after truncation" in reason for reason in totals.skipped) else ""
-    return f"no usable conversation in {dataset}: {reasons or 'no rows'}{advice}"
+    return (
+        f"no usable conversation in {dataset}: {reasons or 'no rows'}{advice}; a row is "
+        '{"messages": [{"role", "content"}]} or {"conversations": [{"from", "value"}]}'
+    )
 
 
 def forced_ids(tokenizer: Any, end_ids: list[int]) -> list[int]:

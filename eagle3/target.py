@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from eagle3 import model_files
+from eagle3.model_files import read_json
 from eagle3.terminal import UserError, short
 
 # Final norms that multiply by 1 + weight (transformers 5.19; gemma3n and gemma4 do not)
@@ -30,7 +32,6 @@ NORMS_PLUS_ONE = (
     "recurrent_gemma",
     "vaultgemma",
 )
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,10 @@ class Target:
     def _number(self, key: str) -> int:
         value = self.config.get(key)
         if not isinstance(value, int) or value < 1:
-            raise UserError(f"{self.directory}/config.json: {key} is {value!r}, expected a positive integer")
+            raise UserError(
+                f"{self.directory}/config.json: {key} is {value!r}, expected a positive integer; "
+                "is this the directory of a language model?"
+            )
         return value
 
 
@@ -93,27 +97,38 @@ def open_target(model_path: str, *, weights: bool = False) -> Target:
     Raises UserError with the path and what to do when it is not a model.
     """
     directory = _local_directory(model_path, weights)
-    raw = _read_json(directory / "config.json")
+    raw = read_json(directory / "config.json")
     if raw is None:
-        raise UserError(f"{directory} has no config.json; --model-path must be a model directory or a hub name")
-    text = dict(raw.get("text_config") or raw)
+        raise UserError(
+            f"--model-path {directory} has no config.json"
+            + ("" if any(directory.iterdir()) else ", it is empty")
+            + "; give the directory of a whole model, or a hub name"
+        )
+    text = raw.get("text_config") or raw
+    if not isinstance(text, dict):
+        raise UserError(f"{directory}/config.json: text_config is {text!r}, expected an object; fetch it again")
+    text = dict(text)
     text["architectures"] = raw.get("architectures")  # what servers load is the whole model
     if "text_config" in raw and "tie_word_embeddings" not in text and "tie_word_embeddings" in raw:
         text["tie_word_embeddings"] = raw["tie_word_embeddings"]
-    generation = _read_json(directory / "generation_config.json") or {}
+    generation = read_json(directory / "generation_config.json") or {}
     ends: set[int] = set()
     for value in (raw.get("eos_token_id"), text.get("eos_token_id"), generation.get("eos_token_id")):
         ends.update([value] if isinstance(value, int) else value or [])
     digest = hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:16]
     name = str(directory) if os.path.isdir(model_path) else model_path
-    return Target(name, directory, text, tuple(sorted(ends)), digest)
+    target = Target(name, directory, text, tuple(sorted(ends)), digest)
+    _ = target.hidden_size, target.num_layers, target.vocab_size  # each raises where the config lacks it
+    return target
 
 
 def _local_directory(model_path: str, weights: bool) -> Path:
     if os.path.isdir(model_path):
         return Path(model_path).resolve()
-    if os.path.exists(model_path) or model_path.startswith((".", "/", "~")) or model_path.count("/") != 1:
-        raise UserError(f"--model-path {model_path}: no such directory")
+    if os.path.isfile(model_path):
+        raise UserError(f"--model-path {model_path} is a file; give the directory of the model")
+    if model_path.startswith((".", "/", "~")) or model_path.count("/") != 1:
+        raise UserError(f"--model-path {model_path}: no such directory; give a model directory or a hub name")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -125,15 +140,6 @@ def _local_directory(model_path: str, weights: bool) -> Path:
             f"--model-path {model_path}: no such directory, and the hub did not give it ({short(error)}); "
             "give a local model directory"
         ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON ({error})") from error
 
 
 # ------------------------------------------------------------------------------------------ remote code
@@ -148,7 +154,7 @@ def require_trust(target: Target, trust_remote_code: bool) -> None:
     """
     if trust_remote_code:
         return
-    raw = _read_json(target.directory / "config.json") or {}
+    raw = read_json(target.directory / "config.json") or {}
     if code := _tokenizer_code(target):
         what = "tokenizer"
     elif code := (raw.get("auto_map") or {}).get("AutoConfig"):
@@ -165,7 +171,7 @@ def require_trust(target: Target, trust_remote_code: bool) -> None:
 
 def _tokenizer_code(target: Target) -> str | None:
     """The tokenizer's class where it is remote code, such as tokenization_kimi.TikTokenTokenizer."""
-    declared = (_read_json(target.directory / "tokenizer_config.json") or {}).get("auto_map") or {}
+    declared = (read_json(target.directory / "tokenizer_config.json") or {}).get("auto_map") or {}
     if isinstance(declared, dict):
         declared = declared.get("AutoTokenizer") or ()
     slow_and_fast = [declared] if isinstance(declared, str) else declared
@@ -180,29 +186,26 @@ def load_tokenizer(target: Target, *, trust_remote_code: bool) -> Any:
     require_trust(target, trust_remote_code)
     from transformers import AutoTokenizer
 
+    if not any(any(target.directory.glob(name)) for name in model_files.TOKENIZER_FILES):
+        raise UserError(
+            f"{target.directory} has no tokenizer files (tokenizer.json, ...); fetch them beside config.json"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(target.directory, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise UserError(f"{target.directory}: the tokenizer does not load ({short(error)})") from error
+        raise UserError(
+            f"{target.directory}: the tokenizer does not load ({short(error)}); fetch its files again"
+        ) from error
     if not tokenizer.chat_template:
-        raise UserError(f"the tokenizer of {target.directory} has no chat template; stage 01 needs one")
+        raise UserError(
+            f"the tokenizer of {target.directory} has no chat template; put the model's chat_template.jinja there"
+        )
     if len(tokenizer) > target.vocab_size:
         raise UserError(
             f"{target.directory}: the tokenizer has {len(tokenizer)} ids, config.json's vocab_size is "
             f"{target.vocab_size}; they do not belong together"
         )
     return tokenizer
-
-
-def tokenizer_hash(target: Target, tokenizer: Any) -> str:
-    """Digest of vocabulary files, added tokens, chat template and remote code: what turns text into ids."""
-    digest = hashlib.sha256(repr(tokenizer.chat_template).encode())
-    digest.update(json.dumps(sorted(tokenizer.get_added_vocab().items())).encode())
-    code = sorted(path.name for path in target.directory.glob("*.py")) if _tokenizer_code(target) else []
-    for name in (*TOKENIZER_FILES, *code):
-        if (path := target.directory / name).exists():
-            digest.update(name.encode() + hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()[:16]
 
 
 # -------------------------------------------------------------------------------------------- layer ids
@@ -232,28 +235,9 @@ def parse_aux_layers(text: str | None, num_layers: int) -> list[int]:
 # ---------------------------------------------------------------------------------------------- tensors
 
 
-def _tensor_files(target: Target) -> dict[str, Path]:
-    """File of every tensor, from the index or the single file's header."""
-    index = _read_json(target.directory / "model.safetensors.index.json")
-    if index is not None:
-        return {name: target.directory / file for name, file in index["weight_map"].items()}
-    single = target.directory / "model.safetensors"
-    if not single.exists():
-        raise UserError(f"{target.directory} has neither model.safetensors nor model.safetensors.index.json")
-    return dict.fromkeys(_tensor_names(single), single)
-
-
-def _tensor_names(path: Path) -> list[str]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is missing or damaged ({short(error)}); fetch it again") from error
-
-
 def _find_tensor(target: Target, wanted: str, *, prefix: str | None = None, note: str = "") -> tuple[str, Path]:
     """Name and file of the one tensor `wanted`, with this prefix or any. Those inside layers (MTP) do not count."""
-    files = {name: file for name, file in _tensor_files(target).items() if "layers." not in name}
+    files = {name: file for name, file in model_files.weight_files(target.directory).items() if "layers." not in name}
     if prefix is None:
         names = [name for name in files if name == wanted or name.endswith("." + wanted)]
     else:
@@ -273,7 +257,9 @@ def _read_tensor(target: Target, name: str, path: Path, shape: tuple[int, ...]) 
         with safe_open(path, framework="pt") as file:
             tensor = file.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: cannot read {name} ({short(error)}); fetch the file again") from error
+        fault = model_files.read_header(path)
+        reason = fault if isinstance(fault, str) else short(error)
+        raise UserError(f"{path}: cannot read {name} ({reason}); fetch the file again") from error
     if tuple(tensor.shape) != shape:
         raise UserError(f"{target.directory}: {name} is {tuple(tensor.shape)}, config.json says {shape}")
     return tensor

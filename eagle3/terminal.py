@@ -1,6 +1,7 @@
 """What the person at the terminal sees: one-line errors, quiet libraries, progress bars, closing summaries."""
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -12,6 +13,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tqdm import tqdm
+
+REMEDIES = {  # of the operating system's errors
+    errno.ENOSPC: "free space there, or give another folder",
+    errno.EDQUOT: "free space within your quota, or give another folder",
+    errno.EROFS: "give a folder that can be written, or mount it writable",
+    errno.EACCES: "give a folder of your own, or change its permissions",
+    errno.EPERM: "give a folder of your own, or change its permissions",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path: a part of it is a file",
+    errno.EISDIR: "check the path: a file is expected there",
+    errno.EIO: "the disk or the network share failed: look at dmesg, mend it",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
 
 
 class UserError(Exception):
@@ -57,7 +71,8 @@ def run(main: Callable[[], int | None]) -> None:
         if error.errno is None:
             raise
         where = f" ({error.filename})" if error.filename else ""
-        code = _fail(f"error: {error.strerror}{where}; free the space or fix the path, then run the same command", 1)
+        remedy = REMEDIES.get(error.errno, "mend that")
+        code = _fail(f"error: {error.strerror}{where}; {remedy}, then run the same command", 1)
         if os.environ.get("EAGLE3_DEBUG"):
             traceback.print_exc()
     sys.exit(code)

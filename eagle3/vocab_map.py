@@ -69,17 +69,16 @@ def write_vocab_map(prepared: Path, directory: Path, draft_vocab_size: int) -> V
     manifest = artifacts.read_manifest(prepared, "01")
     if not manifest["complete"]:
         raise UserError(f"{prepared} is not finished; run the command of stage 01 again, it continues")
-    counts = artifacts.load_tensors(prepared / "token_freq.pt")
-    expected = (manifest["vocab_size"],)
-    if not isinstance(counts, torch.Tensor) or counts.shape != expected or counts.dtype != torch.int64:
-        found = f"{counts.dtype} {tuple(counts.shape)}" if isinstance(counts, torch.Tensor) else type(counts).__name__
-        raise UserError(f"{prepared}/token_freq.pt is {found}, expected torch.int64 {expected}; rerun stage 01")
-    counts = counts.clone()  # off the file, [V]
+    counts = artifacts.load_counts(prepared, manifest["vocab_size"], manifest["supervised"])  # [V]
+    if not counts.any():
+        raise UserError(f"{prepared} has no assistant token to choose a vocabulary by; look at the data of stage 01")
     result = build_vocab_map(counts, manifest["forced_ids"], manifest["tokenizer_size"], draft_vocab_size)
     with artifacts.directory_lock(directory):
         artifacts.read_manifest(directory, STAGE, missing_ok=True)  # refuses the directory of another stage
+        new = directory / ".vocab_map.new"  # whole before the earlier map goes
+        artifacts.save_tensors(new, {"d2t": result.d2t, "t2d": result.t2d})
         (directory / "manifest.json").unlink(missing_ok=True)  # it must never describe another map
-        artifacts.save_tensors(directory / "vocab_map.pt", {"d2t": result.d2t, "t2d": result.t2d})
+        new.replace(directory / "vocab_map.pt")
         artifacts.write_manifest(
             directory,
             STAGE,

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from eagle3 import artifacts
+from eagle3.model_files import tokenizer_hash
 from eagle3.target import open_target
 
 AUX_LAYERS = [2, 4, 5]
@@ -15,7 +16,8 @@ def write_states(directory: Path, model: Path, count: int = 12, draft_vocab_size
     target = open_target(str(model), weights=True)
     generator = torch.Generator().manual_seed(seed)
     states = directory / "hidden_states"
-    made_from = {"target": target.config_hash, "tokenizer": "t", "layers": [*AUX_LAYERS, target.num_layers]}
+    this = {"target": target.config_hash, "tokenizer": tokenizer_hash(model)}
+    made_from = this | {"layers": [*AUX_LAYERS, target.num_layers]}
     with artifacts.Index(states).appending() as index:
         for number in range(count):
             tokens = int(torch.randint(30, 60, (1,), generator=generator))
@@ -50,6 +52,4 @@ def write_states(directory: Path, model: Path, count: int = 12, draft_vocab_size
     mark[ids] = True
     vocab = directory / "vocab_map"
     artifacts.save_tensors(vocab / "vocab_map.pt", {"d2t": ids - torch.arange(draft_vocab_size), "t2d": mark})
-    artifacts.write_manifest(
-        vocab, "03", {"target": target.config_hash, "tokenizer": "t", "draft_vocab_size": draft_vocab_size}
-    )
+    artifacts.write_manifest(vocab, "03", this | {"draft_vocab_size": draft_vocab_size})

@@ -49,7 +49,7 @@ def test_damaged_missing_and_pickled_files_are_named(tmp_path: Path) -> None:
 def test_manifest_is_refused_by_stage_schema_and_damage(tmp_path: Path) -> None:
     artifacts.write_manifest(tmp_path, "01", {"a": 1}, complete=True)
     assert artifacts.read_manifest(tmp_path, "01")["fingerprint"] == {"a": 1}
-    with pytest.raises(UserError, match="holds artifacts of stage 01, expected stage 02"):
+    with pytest.raises(UserError, match=r"stage 01 \(prepared samples\), expected stage 02 \(hidden states\)"):
         artifacts.read_manifest(tmp_path, "02")
     with pytest.raises(UserError, match="a is 1, this run has 2; do this"):
         artifacts.require_same(tmp_path, {"a": 1}, {"a": 2}, "do this")

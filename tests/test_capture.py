@@ -22,6 +22,7 @@ from eagle3.capture import canary, engines, extract, interface
 from eagle3.capture.interface import Captured, EngineSettings
 from eagle3.capture.transformers_engine import TransformersEngine
 from eagle3.capture.vllm_engine import STAGING_PREFIX, VllmEngine
+from eagle3.model_files import tokenizer_hash
 from eagle3.target import open_target
 from eagle3.terminal import UserError
 
@@ -47,11 +48,11 @@ def write_prepared(directory: Path, model: Path, prompts: list[list[int]], **man
                 continue
             mask = torch.arange(len(prompt)) >= len(prompt) // 2
             tensors = {"input_ids": torch.tensor(prompt, dtype=torch.int32), "loss_mask": mask}
-            artifacts.save_tensors(artifacts.sample_path(directory, i), tensors)
+            size = artifacts.save_tensors(artifacts.sample_path(directory, i), tensors)
             facts = {"tokens": len(prompt), "supervised": int(mask.sum()), "source": "test", "conversation": i}
-            index.add(index=i, **facts, status="done")
-    fingerprint = {"target": open_target(str(model)).config_hash, "tokenizer": "test"}
-    artifacts.write_manifest(directory, "01", fingerprint, **({"complete": True} | manifest))
+            index.add(index=i, **facts, bytes=size, status="done")
+    fingerprint = {"target": open_target(str(model)).config_hash, "tokenizer": tokenizer_hash(model)}
+    artifacts.write_manifest(directory, "01", fingerprint, **({"complete": True, "samples": len(prompts)} | manifest))
     return directory
 
 
@@ -336,7 +337,7 @@ def test_prepared_samples_that_cannot_be_used_are_refused(tiny_target, settings,
     long = write_prepared(tmp_path / "b", tiny_target, random_prompts([5, 1025]))
     with pytest.raises(UserError, match=r"sample 1 .* has 1025 tokens, the target takes 1024"):
         extract.extract(long, "transformers", settings)
-    with pytest.raises(UserError, match="no finished sample"):
+    with pytest.raises(UserError, match="names no finished sample"):
         extract.extract(write_prepared(tmp_path / "c", tiny_target, []), "transformers", settings)
     broken = write_prepared(tmp_path / "d", tiny_target, random_prompts([50, 5]))
     artifacts.sample_path(broken, 1).write_bytes(b"half")

@@ -60,7 +60,9 @@ def test_text_parts_are_joined():
         (b"[" * 100_000, "invalid JSON"),
         ([CHAT], "row is not an object"),
         ({}, "no messages or conversations"),
-        ({"messages": None}, "no messages or conversations"),
+        ({"messages": None}, r"no messages or conversations \(columns: messages\)"),
+        ({"prompt": "q", "answer": "a"}, r"no messages or conversations \(columns: answer, prompt\)"),
+        ({"messages": [{"speaker": "user", "text": "q"}]}, r"message without role \(keys: speaker, text\)"),
         ({"messages": "text"}, "messages is not a list"),
         ({"conversations": {}}, "conversations is not a list"),
         ({"messages": []}, "messages is empty"),
@@ -175,6 +177,23 @@ def test_what_is_no_dataset_is_refused(tmp_path):
         assert message in str(error.value) and dataset in str(error.value)
 
 
+def hub_dataset(expected, name, rows):
+    """A builder of the datasets library that gives these rows."""
+    from datasets.packaged_modules.json import json as json_module
+
+    class Builder(json_module.Json):
+        __module__ = json_module.__name__
+
+        def __init__(self):
+            assert name == expected
+
+        def as_streaming_dataset(self, split):
+            assert split == "train"
+            return rows
+
+    return Builder()
+
+
 def test_hub_rows_and_a_failure_between_them(monkeypatch):
     import datasets
 
@@ -182,11 +201,7 @@ def test_hub_rows_and_a_failure_between_them(monkeypatch):
         yield SHARED
         raise ConnectionError("gone\nmore")
 
-    def load_dataset(name, split, streaming):
-        assert (name, split, streaming) == ("some/name", "train", True)
-        return rows()
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name: hub_dataset("some/name", name, rows()))
     hub = open_dataset("some/name", "train")
     assert isinstance(hub, HubDataset) and hub.identity() == "some/name" and hub.total() is None
     read_rows = hub.rows()
@@ -199,9 +214,9 @@ def test_hub_streams_the_rows_of_real_parquet_and_stops_early(monkeypatch, tmp_p
     import datasets
 
     parquet.write_table(pyarrow.Table.from_pylist([SHARED] * 500), tmp_path / "a.parquet")
-    real = datasets.load_dataset
+    real = datasets.load_dataset_builder
     monkeypatch.setattr(
-        datasets, "load_dataset", lambda _, **how: real("parquet", data_files=str(tmp_path / "a.parquet"), **how)
+        datasets, "load_dataset_builder", lambda _: real("parquet", data_files=str(tmp_path / "a.parquet"))
     )
     rows = open_dataset("some/name", "train").rows()
     assert [next(rows).place for _ in range(3)] == ["some/name:1", "some/name:2", "some/name:3"]

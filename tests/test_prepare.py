@@ -296,9 +296,10 @@ def test_an_artifact_of_something_else_is_refused(run, smollm2, tmp_path):
     run(chats, max_samples=2)
     with pytest.raises(UserError, match=r"max_seq_len is 512, this run has 256; .*--output-dir"):
         run(chats, max_seq_len=256)
-    other = kit.with_think_tags(smollm2)
+    other = shutil.copytree(smollm2, tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors"))
+    kit.with_think_tags(smollm2).save_pretrained(other)
     with pytest.raises(UserError, match=r"tokenizer is '[0-9a-f]{16}', this run has '[0-9a-f]{16}'"):
-        run(chats, tokenizer=other)
+        run(chats, target=open_target(str(other)))
     with open(chats, "a") as file:
         file.write("{}\n")
     with pytest.raises(UserError, match=r"dataset is '.*sha256.*', this run has '.*sha256"):
@@ -310,10 +311,16 @@ def test_an_artifact_of_something_else_is_refused(run, smollm2, tmp_path):
         run(chats, "locked")
 
 
-def test_length_is_lowered_to_the_targets_positions(run, tmp_path, capsys):
-    run(write_chats(tmp_path / "chats.jsonl", 1), max_seq_len=1_000_000)
-    assert "--max-seq-len 1000000 is lowered to the target's 8192 positions" in capsys.readouterr().out
-    assert manifest(tmp_path / "out")["fingerprint"]["max_seq_len"] == 8192
+def test_only_the_default_length_is_lowered_to_the_targets_positions(run, target, tmp_path, capsys):
+    chats = write_chats(tmp_path / "chats.jsonl", 1)
+    with pytest.raises(UserError, match=r"--max-seq-len 8193: the target takes 8192 positions .*; give at most 8192"):
+        run(chats, max_seq_len=8193)
+    run(chats, max_seq_len=None)
+    assert manifest(tmp_path / "out")["fingerprint"]["max_seq_len"] == 2048 and not capsys.readouterr().out
+    small = dataclasses.replace(target, config=target.config | {"max_position_embeddings": 1024})
+    run(chats, "small", max_seq_len=None, target=small)
+    assert "cut to 1024 tokens instead of 2048: the target takes no more" in capsys.readouterr().out
+    assert manifest(tmp_path / "small")["fingerprint"]["max_seq_len"] == 1024
 
 
 def test_a_hub_dataset_without_the_hub(run, tmp_path, monkeypatch):
@@ -323,7 +330,18 @@ def test_a_hub_dataset_without_the_hub(run, tmp_path, monkeypatch):
         {"conversations": [{"from": "human", "value": f"q{n}"}, {"from": "gpt", "value": f"a{n}"}], "source": "x"}
         for n in range(20)
     ]
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: iter(rows))
+    from datasets.packaged_modules.json.json import Json
+
+    class Builder(Json):
+        __module__ = Json.__module__
+
+        def __init__(self):
+            pass
+
+        def as_streaming_dataset(self, split):
+            return iter(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name: Builder())
     assert run("mlabonne/open-perfectblend", max_samples=10).samples == 10
     assert manifest(tmp_path / "out")["fingerprint"]["dataset"] == "mlabonne/open-perfectblend"
     assert [record["row"] for record in Index(tmp_path / "out").read()] == list(range(1, 11))

@@ -27,6 +27,7 @@ def prepared(tmp_path):
         directory = tmp_path / "prepared"
         artifacts.save_tensors(directory / "token_freq.pt", counts)
         facts = {"vocab_size": vocab_size, "tokenizer_size": tokenizer_size, "forced_ids": list(forced)}
+        facts["supervised"] = int(counts.sum())
         artifacts.write_manifest(directory, "01", {"target": "t", "tokenizer": "k"}, **facts, complete=complete)
         return directory
 
@@ -92,7 +93,7 @@ def test_refusals(prepared, tmp_path):
         write_vocab_map(prepared(complete=False), tmp_path / "map", 20)
     with pytest.raises(UserError, match="holds artifacts of stage 01"):
         write_vocab_map(prepared(), prepared(), 20)
-    with pytest.raises(UserError, match=r"manifest\.json is missing; run stage 01"):
+    with pytest.raises(UserError, match=r"none: no such directory; expected the output of stage 01"):
         write_vocab_map(tmp_path / "none", tmp_path / "map", 20)
     assert not (tmp_path / "map" / "manifest.json").exists()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from eagle3 import artifacts, terminal
+from eagle3 import artifacts, model_files, terminal
 from eagle3.artifacts import Index
 from eagle3.capture import canary, engines, interface, vllm_engine
 from eagle3.capture.interface import Captured, Engine, EngineSettings
@@ -53,7 +53,12 @@ def extract(prepared_dir: Path, engine_name: str, settings: EngineSettings) -> N
     prepared = _read_prepared(prepared_dir, settings)
     samples = [record for record in Index(prepared_dir).samples().values() if record["status"] == "done"]
     if not samples:
-        raise UserError(f"{prepared_dir} holds no finished sample; run stage 01 first")
+        raise UserError(f"{prepared_dir}/index.jsonl names no finished sample; run the command of stage 01 again")
+    if len(samples) != prepared["samples"]:
+        raise UserError(
+            f"{prepared_dir}/index.jsonl names {len(samples)} samples, manifest.json says {prepared['samples']}; "
+            "run the command of stage 01 again"
+        )
     too_long = max(samples, key=lambda record: record["tokens"])
     if too_long["tokens"] > (limit := settings.target.max_positions):
         raise UserError(
@@ -80,6 +85,8 @@ def extract(prepared_dir: Path, engine_name: str, settings: EngineSettings) -> N
         report = earlier.get("canary")
         seconds = 0.0
         if todo:
+            artifacts.require_whole(prepared_dir, "01", todo)
+            model_files.require_loadable(settings.target.directory, settings.target.vocab_size)
             _require_space(todo, settings)
             _write_manifest(settings, fingerprint, samples, report, complete=False)
             report, seconds = _capture_all(prepared_dir, samples, todo, engine, settings)
@@ -90,13 +97,13 @@ def extract(prepared_dir: Path, engine_name: str, settings: EngineSettings) -> N
 
 def _read_prepared(prepared_dir: Path, settings: EngineSettings) -> dict[str, Any]:
     manifest = artifacts.read_manifest(prepared_dir, "01")
-    if not manifest.get("complete"):
+    if not manifest["complete"]:
         raise UserError(f"{prepared_dir} is not complete; run the command of stage 01 again until it finishes")
     artifacts.require_same(
         prepared_dir / "manifest.json",
         manifest["fingerprint"],
-        {"target": settings.target.config_hash},
-        "give the --model-path that stage 01 had, or prepare for this one in another directory",
+        {"target": settings.target.config_hash, "tokenizer": model_files.tokenizer_hash(settings.target.directory)},
+        "give the --model-path that stage 01 had, unchanged, or prepare for this one in another directory",
     )
     return manifest
 
@@ -129,9 +136,9 @@ def _unfinished(samples: list[dict[str, Any]], settings: EngineSettings, settle_
             if mine is None or not settle_failed:
                 todo.append(record)
             continue
-        path = artifacts.sample_path(settings.output_dir, record["index"])
-        size = path.stat().st_size if path.exists() else None
-        if size != mine["bytes"] or any(mine.get(field) != record.get(field) for field in CARRIED_FIELDS):
+        if not artifacts.is_whole(settings.output_dir, mine) or any(
+            mine.get(field) != record.get(field) for field in CARRIED_FIELDS
+        ):
             todo.append(record)
             damaged.append(record["index"])
     if damaged:
@@ -150,6 +157,10 @@ def _longest(records: list[dict[str, Any]]) -> int:
     return max(record["tokens"] for record in records)
 
 
+def _readable(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
+
+
 def _require_space(todo: list[dict[str, Any]], settings: EngineSettings) -> None:
     tokens = sum(record["tokens"] for record in todo)
     staged = min(tokens, max(settings.batch_tokens, _longest(todo))) * len(settings.layers) * settings.state_bytes
@@ -157,8 +168,8 @@ def _require_space(todo: list[dict[str, Any]], settings: EngineSettings) -> None
     free = shutil.disk_usage(settings.output_dir).free
     if needed > free:
         raise UserError(
-            f"{settings.output_dir} has {free / 1e9:.2f} GB free, {len(todo)} samples of {tokens} tokens need "
-            f"{needed / 1e9:.2f} GB; free space, or prepare fewer samples (--max-samples of stage 01)"
+            f"{settings.output_dir} has {_readable(free)} free, {len(todo)} samples of {tokens} tokens need "
+            f"{_readable(needed)}; free space, or prepare fewer samples (--max-samples of stage 01)"
         )
 
 
@@ -172,7 +183,9 @@ def _capture_all(
     longest = max(_longest(todo), canary.MAX_TOKENS)
     with contextlib.closing(engines.open_engine(name, settings, longest)) as engine:
         checked = time.monotonic()
-        prompts = canary.choose_prompts(_load(prepared_dir, record).prompt for record in samples)
+        prompts = canary.choose_prompts(
+            _load(prepared_dir, record, settings.target.vocab_size).prompt for record in samples
+        )
         report = canary.check(engine, settings, prompts)
         report["seconds"] = round(time.monotonic() - checked, 1)
         terminal.say(f"canary passed: {canary.describe(report)}")
@@ -181,16 +194,10 @@ def _capture_all(
         return report, time.monotonic() - started
 
 
-def _load(prepared_dir: Path, record: dict[str, Any]) -> _Sample:
+def _load(prepared_dir: Path, record: dict[str, Any], vocab_size: int) -> _Sample:
     """Read one prepared sample. Raises UserError when it is damaged."""
-    path = artifacts.sample_path(prepared_dir, record["index"])
-    tensors = artifacts.load_tensors(path)
+    tensors = artifacts.load_sample(prepared_dir, "01", record, vocab_size)
     ids, mask = tensors["input_ids"], tensors["loss_mask"]
-    if len(ids) != record["tokens"] or len(mask) != len(ids) or int(mask.sum()) != record["supervised"]:
-        raise UserError(
-            f"{path}: {len(ids)} tokens, {int(mask.sum())} supervised; the index says {record['tokens']} and "
-            f"{record['supervised']}; delete the file and rerun stage 01"
-        )
     return _Sample(record, ids, mask, ids.tolist())
 
 
@@ -237,7 +244,7 @@ class _Run:
     def _prompts(self) -> Iterator[list[int]]:
         """Drawn by the engine as room comes free: only samples in flight are in memory."""
         while self._queue:
-            sample = _load(self._prepared_dir, self._queue.popleft())
+            sample = _load(self._prepared_dir, self._queue.popleft(), self._settings.target.vocab_size)
             self._in_engine.append(sample)
             yield sample.prompt
 
@@ -272,8 +279,8 @@ class _Run:
         free = shutil.disk_usage(self._settings.output_dir).free
         if free < needed:
             raise UserError(
-                f"the disk is full: {self._settings.output_dir} has {free / 1e6:.1f} MB free, the next sample needs "
-                f"{needed / 1e6:.1f} MB; free space, then the same command continues"
+                f"the disk is full: {self._settings.output_dir} has {_readable(free)} free, the next sample needs "
+                f"{_readable(needed)}; free space, then the same command continues"
             )
 
     def _give_up(self) -> None:

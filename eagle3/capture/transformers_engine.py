@@ -80,6 +80,7 @@ def _load(settings: EngineSettings) -> torch.nn.Module:
             directory,
             config=config,
             dtype=settings.torch_dtype,
+            use_safetensors=True,  # never a pickle
             trust_remote_code=remote,
             # spreads a target that is larger than one GPU
             device_map="auto" if settings.device == "cuda" else None,

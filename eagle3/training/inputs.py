@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from eagle3 import artifacts
+from eagle3.model_files import tokenizer_hash
 from eagle3.target import Target
 from eagle3.terminal import UserError
 
@@ -46,17 +47,22 @@ def open_inputs(target: Target, hidden_states: Path, vocab_map: Path) -> Inputs:
     states = artifacts.read_manifest(hidden_states, "02")
     mapped = artifacts.read_manifest(vocab_map, "03")
     made_from = states["fingerprint"]
-    artifacts.require_same(
-        hidden_states, made_from, {"target": target.config_hash}, "give the --model-path that stage 02 had"
-    )
+    this = {"target": target.config_hash, "tokenizer": tokenizer_hash(target.directory)}
+    artifacts.require_same(hidden_states, made_from, this, "give the --model-path that stage 02 had, unchanged")
     if not states["complete"]:
         raise UserError(f"{hidden_states}: stage 02 has not finished; rerun it")
     same = {"target": made_from["target"], "tokenizer": made_from["tokenizer"]}
     artifacts.require_same(vocab_map, mapped["fingerprint"], same, "rerun stage 03 for the data of these states")
-    vocab = artifacts.load_tensors(vocab_map / "vocab_map.pt")
+    vocab = artifacts.load_fields(vocab_map / "vocab_map.pt", artifacts.VOCAB_MAP, "03")
     _check_vocab_map(vocab_map, vocab, mapped["fingerprint"]["draft_vocab_size"], target.vocab_size)
     index = artifacts.Index(hidden_states).samples()
     records = [record for record in index.values() if record["status"] == "done"]
+    if not records or len(records) != states["samples"]:
+        raise UserError(
+            f"{hidden_states}/index.jsonl names {len(records)} finished samples, manifest.json says "
+            f"{states['samples']}; run the command of stage 02 again"
+        )
+    artifacts.require_whole(hidden_states, "02", records)
     if sum(record["supervised"] for record in records) == 0:
         raise UserError(f"{hidden_states}: no supervised token in {len(records)} samples; look at the data of stage 01")
     return Inputs(
@@ -85,8 +91,12 @@ def _check_vocab_map(directory: Path, vocab: dict[str, torch.Tensor], draft_size
             f"the manifest and the target say {wanted[0]}, {wanted[1]} of {wanted[2]}; rerun stage 03"
         )
     ids = torch.arange(draft_size) + d2t
-    if not (bool((ids[1:] > ids[:-1]).all()) and bool(t2d[ids].all())):
-        raise UserError(f"{directory}/vocab_map.pt: d2t and t2d disagree, or the ids do not ascend; rerun stage 03")
+    inside = draft_size == 0 or bool(0 <= ids.min() <= ids.max() < vocab_size)
+    if not (inside and bool((ids[1:] > ids[:-1]).all()) and bool(t2d[ids].all())):
+        raise UserError(
+            f"{directory}/vocab_map.pt: d2t and t2d disagree, or the ids do not ascend within 0 to {vocab_size - 1}; "
+            "rerun stage 03"
+        )
 
 
 def read_deepspeed_config(path: Path) -> dict[str, Any]:

@@ -145,6 +145,8 @@ def claim_output(directory: Path, fingerprint: dict[str, Any]) -> None:
     if earlier:
         remedy = "give another --output-dir, or delete this one"
         artifacts.require_same(directory, earlier["fingerprint"], fingerprint, remedy)
+    elif (directory / "checkpoints" / "latest").exists():
+        raise UserError(f"{directory} has checkpoints but no manifest.json; what made them is unknown: delete them")
     elif dist.get_rank() == 0:
         artifacts.write_manifest(directory, "04", fingerprint, complete=False)
 
@@ -219,7 +221,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------- batches
 
     def _batch(self, records: list[dict], supervision: str) -> Batch:
-        samples = [load_sample(self.hidden_states, record) for record in records]
+        samples = [load_sample(self.hidden_states, record, self.model.config) for record in records]
         batch = make_batch(samples, self.options.ttt_steps, supervision) if samples else None
         if batch is None or batch.rows.numel() == 0:
             return empty_batch(self.model.config, self.options.ttt_steps)
@@ -344,7 +346,8 @@ class Trainer:
         state = {"step": self.step, "epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
         state |= {"last_report": self.last_report, "total_steps": self.total_steps}
         tag = f"step{self.step:08d}"
-        self.engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
+        with artifacts.writing(folder / tag):
+            self.engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
         barrier()  # every rank's part is on disk
         if self.rank == 0:
             with artifacts.atomic_file(folder / "latest", "w") as file:

@@ -104,16 +104,20 @@ def empty_batch(config: DraftConfig, steps: int) -> Batch:
     )
 
 
-def load_sample(directory: Path, record: dict) -> dict[str, torch.Tensor]:
-    """Read one sample of stage 02 and check it against its index record. Raises UserError naming the file."""
-    path = artifacts.sample_path(directory, record["index"])
-    sample = artifacts.load_tensors(path)
-    tokens, supervised = sample["input_ids"].shape[0], int(sample["loss_mask"].sum())
-    found = (tokens, sample["loss_mask"].shape[0], sample["aux_hidden"].shape[0], supervised)
-    wanted = (record["tokens"], record["tokens"], record["tokens"], record["supervised"])
-    if found != wanted or sample["final_hidden"].shape[0] != supervised:
-        raise UserError(
-            f"{path}: ids, mask, aux states and supervised count are {found}, the index says {wanted}; "
-            f"delete the file and rerun stage 02"
-        )
+def load_sample(directory: Path, record: dict, config: DraftConfig) -> dict[str, torch.Tensor]:
+    """Read one sample of stage 02 and check it against its index record and the draft's widths.
+
+    Raises UserError naming the file where lengths, widths or ids are off, or a state is not finite.
+    """
+    sample = artifacts.load_sample(directory, "02", record, config.vocab_size)
+    for name, width in (
+        ("aux_hidden", len(config.aux_layers) * config.hidden_size),
+        ("final_hidden", config.hidden_size),
+    ):
+        states = sample[name]
+        # a sum is finite only if all its terms are, and costs one pass without a copy
+        if states.shape[1] != width or not states.sum(dtype=torch.float32).isfinite():
+            found = "not finite" if states.shape[1] == width else f"{states.shape[1]} wide, expected {width}"
+            path = artifacts.sample_path(directory, record["index"])
+            raise UserError(f"{path} is damaged: {name} is {found}; delete it and rerun stage 02")
     return sample
