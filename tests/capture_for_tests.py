@@ -1,11 +1,14 @@
-"""Settings and prompts for capture engines, and deliberately broken captures."""
+"""Settings, prompts and stage 01 directories for capture engines, and deliberately broken captures."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
+from eagle3 import artifacts
+from eagle3.artifacts import Index
 from eagle3.capture.interface import Captured, EngineSettings, Scored
+from eagle3.model_files import tokenizer_hash
 from eagle3.target import default_aux_layers, open_target
 
 
@@ -20,6 +23,23 @@ def settings_for(model: Path, output_dir: Path, **changes) -> EngineSettings:
 def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(20, 40000, (length,), generator=generator).tolist() for length in lengths]
+
+
+def write_prepared(directory: Path, model: Path, prompts: list[list[int]], **manifest) -> Path:
+    """A stage 01 directory: the second half of each prompt is supervised. More prompts than before are appended."""
+    present = Index(directory).samples()
+    with Index(directory).appending() as index:
+        for i, prompt in enumerate(prompts):
+            if i in present:
+                continue
+            mask = torch.arange(len(prompt)) >= len(prompt) // 2
+            tensors = {"input_ids": torch.tensor(prompt, dtype=torch.int32), "loss_mask": mask}
+            size = artifacts.save_tensors(artifacts.sample_path(directory, i), tensors)
+            facts = {"tokens": len(prompt), "supervised": int(mask.sum()), "source": "test", "conversation": i}
+            index.add(index=i, **facts, bytes=size, status="done")
+    fingerprint = {"target": open_target(str(model)).config_hash, "tokenizer": tokenizer_hash(model)}
+    artifacts.write_manifest(directory, "01", fingerprint, **({"complete": True, "samples": len(prompts)} | manifest))
+    return directory
 
 
 class Altered:

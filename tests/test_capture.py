@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from capture_for_tests import Altered, post_norm, random_prompts, settings_for, swap_layers
+from capture_for_tests import Altered, post_norm, random_prompts, settings_for, swap_layers, write_prepared
 from conftest import REPOSITORY
 
 from eagle3 import artifacts, vllm_runtime
@@ -22,8 +22,6 @@ from eagle3.capture import canary, engines, extract, interface
 from eagle3.capture.interface import Captured, EngineSettings
 from eagle3.capture.transformers_engine import TransformersEngine
 from eagle3.capture.vllm_engine import STAGING_PREFIX, VllmEngine
-from eagle3.model_files import tokenizer_hash
-from eagle3.target import open_target
 from eagle3.terminal import UserError
 
 SCRIPT = "02_extract_hidden_states.py"
@@ -37,23 +35,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def write_prepared(directory: Path, model: Path, prompts: list[list[int]], **manifest) -> Path:
-    """A stage 01 directory: the second half of each prompt is supervised. More prompts than before are appended."""
-    present = Index(directory).samples()
-    with Index(directory).appending() as index:
-        for i, prompt in enumerate(prompts):
-            if i in present:
-                continue
-            mask = torch.arange(len(prompt)) >= len(prompt) // 2
-            tensors = {"input_ids": torch.tensor(prompt, dtype=torch.int32), "loss_mask": mask}
-            size = artifacts.save_tensors(artifacts.sample_path(directory, i), tensors)
-            facts = {"tokens": len(prompt), "supervised": int(mask.sum()), "source": "test", "conversation": i}
-            index.add(index=i, **facts, bytes=size, status="done")
-    fingerprint = {"target": open_target(str(model)).config_hash, "tokenizer": tokenizer_hash(model)}
-    artifacts.write_manifest(directory, "01", fingerprint, **({"complete": True, "samples": len(prompts)} | manifest))
-    return directory
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
