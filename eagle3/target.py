@@ -259,7 +259,7 @@ def _read_tensor(target: Target, name: str, path: Path, shape: tuple[int, ...]) 
     except (SafetensorError, OSError) as error:
         fault = model_files.read_header(path)
         reason = fault if isinstance(fault, str) else short(error)
-        raise UserError(f"{path}: cannot read {name} ({reason}); fetch the file again") from error
+        raise UserError(f"{path}: cannot read {name} ({reason}); fetch it again") from error
     if tuple(tensor.shape) != shape:
         raise UserError(f"{target.directory}: {name} is {tuple(tensor.shape)}, config.json says {shape}")
     return tensor

@@ -62,7 +62,7 @@ def tiny_target(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture(scope="session")
 def tiny_kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The stand-in for Kimi-K2.5, not quantised."""
-    from tests.kimi_for_tests import write_kimi
+    from kimi_for_tests import write_kimi
 
     return write_kimi(tmp_path_factory.mktemp("kimi") / "tiny-kimi")
 
@@ -70,7 +70,7 @@ def tiny_kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_kimi_int4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The stand-in with INT4 experts, and one with the same weights unpacked."""
-    from tests.kimi_for_tests import write_kimi
+    from kimi_for_tests import write_kimi
 
     folder = tmp_path_factory.mktemp("kimi-int4")
     return write_kimi(folder / "packed-kimi", experts="int4"), write_kimi(

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from kimi_code_for_tests import CHAT_TEMPLATE, CONFIGURATION, TEXT_CONFIGURATION, TOKENIZATION, TOOL_DECLARATION
 from safetensors.torch import save_file
-
-from tests.kimi_code_for_tests import CHAT_TEMPLATE, CONFIGURATION, TEXT_CONFIGURATION, TOKENIZATION, TOOL_DECLARATION
 
 RESERVED = 256  # ids after the base vocabulary, most of them without a name
 # place among the reserved ids: text, and whether it is flagged special; the real repository's

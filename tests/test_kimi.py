@@ -12,6 +12,7 @@ import pytest
 import torch
 from capture_for_tests import Altered, post_norm, replace_layer, settings_for, swap_layers
 from conftest import REPOSITORY
+from kimi_for_tests import NAMED, RESERVED
 from safetensors.torch import save_file
 from test_pipeline import pipeline
 
@@ -22,7 +23,6 @@ from eagle3.draft.config import derive
 from eagle3.export import config_json
 from eagle3.target import TargetHead, open_target, read_embedding, read_final_norm, read_lm_head
 from eagle3.terminal import UserError
-from tests.kimi_for_tests import NAMED, RESERVED
 
 HEAD, EMBEDDING = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
 SETTINGS = """
