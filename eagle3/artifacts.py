@@ -196,10 +196,10 @@ def require_whole(directory: Path, stage: str, records: list[dict[str, Any]]) ->
     damaged = [record for record in records if not is_whole(directory, record)]
     if damaged:
         path = sample_path(directory, damaged[0]["index"])
-        state = f"is damaged: {path.stat().st_size:,} bytes, the index says" if path.exists() else "is missing, of"
+        size = f"{path.stat().st_size:,} bytes, the index says {damaged[0]['bytes']:,}" if path.exists() else "missing"
         raise UserError(
-            f"{len(damaged)} of {len(records)} samples of {directory} are missing or damaged; the first, {path}, "
-            f"{state} {damaged[0]['bytes']:,} bytes; run the command of stage {stage} again, it redoes them"
+            f"{len(damaged)} of {len(records)} samples of {directory} are missing or damaged, first {path}: {size}; "
+            f"run the command of stage {stage} again, it redoes them"
         )
 
 

@@ -322,7 +322,7 @@ def test_prepared_samples_that_cannot_be_used_are_refused(tiny_target, settings,
         extract.extract(write_prepared(tmp_path / "c", tiny_target, []), "transformers", settings)
     broken = write_prepared(tmp_path / "d", tiny_target, random_prompts([50, 5]))
     artifacts.sample_path(broken, 1).write_bytes(b"half")
-    with pytest.raises(UserError, match=r"00000001.pt is damaged"):
+    with pytest.raises(UserError, match=r"1 of 2 samples .* first .*00000001\.pt: 4 bytes, the index says"):
         extract.extract(broken, "transformers", settings)
 
 
@@ -433,7 +433,7 @@ def test_too_little_space_is_refused_before_anything_starts(prepared, settings, 
     usage = shutil.disk_usage(settings.output_dir)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
     monkeypatch.setattr(engines, "open_engine", lambda *_: pytest.fail("the engine was loaded"))
-    with pytest.raises(UserError, match=r"0\.00 GB free, 8 samples of 367 tokens need 0\.\d\d GB"):
+    with pytest.raises(UserError, match=r"0\.10 MB free, 8 samples of 367 tokens need \d\.\d\d MB"):
         extract.extract(prepared, "transformers", settings)
 
 

@@ -292,9 +292,7 @@ def test_damaged_samples_are_counted_before_the_work_begins(
 ) -> None:
     monkeypatch.setattr(engines, "open_engine", lambda *_: pytest.fail("the engine was loaded"))
     DAMAGES[damage](prepared / SAMPLE)
-    line = (
-        rf"1 of 2 samples of .*the first, .*{SAMPLE}, is (missing|damaged).* bytes; run the command of stage 01 again"
-    )
+    line = rf"1 of 2 samples of .* first .*{SAMPLE}: (missing|[\d,]+ bytes, .*); run the command of stage 01 again"
     with pytest.raises(UserError, match=line):
         extract.extract(prepared, "transformers", settings_for(tiny_target, tmp_path / "out"))
     DAMAGES[damage](states / "hidden_states" / SAMPLE)

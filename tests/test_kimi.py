@@ -239,7 +239,7 @@ def test_only_the_shard_with_embedding_norm_and_head_is_opened(tiny_kimi, tmp_pa
     logits = TargetHead(open_target(str(directory)), torch.float32, "cpu")(torch.ones(1, 64))
     assert logits.shape == (1, len(want[0]))
     shards[8].write_bytes(b"not safetensors")
-    with pytest.raises(UserError, match=rf"{shards[8].name}: cannot read {EMBEDDING} .*; fetch the file again"):
+    with pytest.raises(UserError, match=rf"{shards[8].name}: cannot read {EMBEDDING} .*; fetch it again"):
         tensors_of(directory)
 
 
