@@ -28,6 +28,9 @@ def write_speculators(
     layer = config.llama()
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(layer, key, target.config.get(key))
+    if len(config.aux_layers) != 3:
+        # vLLM hands its draft the layer's keys, and counts three states where none says otherwise
+        layer.num_aux_hidden_states = len(config.aux_layers)
     described = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
         draft_vocab_size=config.draft_vocab_size,

@@ -4,9 +4,11 @@ Nothing here loads the whole model: the config is read as JSON, and embedding, f
 shards that hold them.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -252,17 +254,32 @@ def _find_tensor(target: Target, wanted: str, *, prefix: str | None = None, note
     return names[0], files[names[0]]
 
 
-def _read_tensor(target: Target, name: str, path: Path, shape: tuple[int, ...]) -> torch.Tensor:
+@contextlib.contextmanager
+def _opened(name: str, path: Path) -> Iterator[Any]:
+    """The file that holds tensor `name`. Raises UserError naming both, and what is wrong, when it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
-            tensor = file.get_tensor(name)
+            yield file
     except (SafetensorError, OSError) as error:
         fault = model_files.read_header(path)
         reason = fault if isinstance(fault, str) else short(error)
         raise UserError(f"{path}: cannot read {name} ({reason}); fetch it again") from error
+
+
+def _read_tensor(target: Target, name: str, path: Path, shape: tuple[int, ...]) -> torch.Tensor:
+    with _opened(name, path) as file:
+        tensor = file.get_tensor(name)
     if tuple(tensor.shape) != shape:
         raise UserError(f"{target.directory}: {name} is {tuple(tensor.shape)}, config.json says {shape}")
     return tensor
+
+
+def read_embedding_rows(target: Target, starts: list[int], count: int) -> torch.Tensor:
+    """Rows start to start + count of the input embedding for each start, one after the other, [starts * count, H]."""
+    name, path = _find_tensor(target, "embed_tokens.weight")
+    with _opened(name, path) as file:
+        rows = file.get_slice(name)
+        return torch.cat([rows[start : start + count] for start in starts])
 
 
 def read_embedding(target: Target) -> torch.Tensor:
