@@ -114,6 +114,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     from eagle3.target import TargetHead, open_target, read_embedding
     from eagle3.training import inputs as training_inputs
     from eagle3.training import loop, packing
+    from eagle3.validate import require_servable
 
     # ------------------------------------------------------------------------------------------------- inputs
     target = open_target(arguments.model_path, weights=True)
@@ -186,12 +187,14 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
 
     # --------------------------------------------------------------------------------------------- export
     export = arguments.output_dir / "export"
+    longest = max(record["tokens"] for record in train)
     if rank == 0:
         card = model_card(
-            target, config, dataclasses.asdict(options), trainer.last_report, inputs.sources(), arguments.note
+            target, config, dataclasses.asdict(options), trainer.last_report, inputs.sources(), longest, arguments.note
         )
         tensors = export_tensors(trainer.model, {"d2t": inputs.d2t, "t2d": inputs.t2d})
         write_export(export, tensors, described, card)
+        require_servable(export, target)
         if arguments.format == "speculators":
             from eagle3.export_speculators import write_speculators
 
@@ -206,6 +209,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
             complete=True,
             epochs=options.epochs,
             steps=trainer.step,
+            longest_sample=longest,
             held_out=[record["index"] for record in held_out],
             report=report,
         )

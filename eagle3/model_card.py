@@ -6,6 +6,10 @@ from typing import Any
 from eagle3.draft.config import DraftConfig
 from eagle3.target import Target
 
+MLA_NOTE = """- The target has MLA, the draft plain attention: SGLang is told a backend, `fa3` on Hopper, else `triton`.
+  vLLM chooses one unless `--attention-backend` names one; then add `"attention_backend": "FLASH_ATTN"` to the JSON.
+"""
+
 
 def model_card(
     target: Target,
@@ -13,11 +17,18 @@ def model_card(
     training: dict[str, Any],
     report: dict[str, Any] | None,
     sources: list[str],
+    longest: int,
     note: str | None,
 ) -> str:
-    """Markdown. `training` are the options of the run, `report` the held-out figures of the trained draft."""
+    """Markdown. `training` are the options of the run, `report` the held-out figures of the trained draft, `longest`
+    the tokens of the longest conversation it was trained on."""
     name = target.directory.name if os.path.isabs(target.name) else target.name
     steps = training["ttt_steps"]
+    drafts = min(steps, 3)
+    backend = mla = ""
+    if target.config.get("kv_lora_rank"):
+        backend = " --speculative-draft-attention-backend fa3"
+        mla = MLA_NOTE
     caveat = f"> **{note}**\n\n" if note else ""
     if report:
         lines = [
@@ -54,9 +65,17 @@ Embedding and the start of lm_head are rows of the target: its licence applies t
 ## Serving
 
     vllm serve {name} --speculative-config \\
-        '{{"method": "eagle3", "model": "THIS_DIRECTORY", "num_speculative_tokens": {min(steps, 3)}}}'
+        '{{"method": "eagle3", "model": "THIS_DIRECTORY", "num_speculative_tokens": {drafts}}}'
 
     python -m sglang.launch_server --model-path {name} --speculative-algorithm EAGLE3 \\
-        --speculative-draft-model-path THIS_DIRECTORY --speculative-num-steps {min(steps, 3)} \\
-        --speculative-eagle-topk 1 --speculative-num-draft-tokens {min(steps, 3) + 1}
+        --speculative-draft-model-path THIS_DIRECTORY --speculative-num-steps {drafts} \\
+        --speculative-eagle-topk 1 --speculative-num-draft-tokens {drafts + 1} \\
+        --speculative-draft-model-quantization unquant{backend}
+
+- From vLLM 0.32 and SGLang 0.5.14 on: those two were checked for this layout and target, vLLM by serving small targets
+  on CPU, SGLang by reading its source. Older ones were not.
+- Only these servers load it: q, k and v take twice the hidden size, which transformers' generic classes do not know.
+- No norm beyond EAGLE-3's is on (`norm_before_residual`, `norm_before_fc`), for SGLang has none of them.
+- The draft is not quantised; without `unquant` SGLang would give it the target's `--quantization`.
+{mla}- Trained on conversations of up to {longest} tokens; beyond, nothing was measured and acceptance tends to fall.
 """
