@@ -11,17 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPOSITORY
+from rescore import Export, rescore
 from safetensors.torch import load_file
 from states_for_tests import AUX_LAYERS, write_states
 from transformers import AutoModelForCausalLM
 
 from eagle3 import artifacts
-from eagle3.draft.config import derive
-from eagle3.draft.loss import Teacher
-from eagle3.export import read_export
 from eagle3.target import open_target, read_embedding, read_lm_head
 from eagle3.training import loop
-from eagle3.training.supervision import make_batch
 
 FLAGS = ["--epochs", 6, "--ttt-steps", 3, "--learning-rate", 1e-2, "--max-tokens", 128, "--val-fraction", 0.1]
 
@@ -127,22 +124,23 @@ def test_export_is_what_servers_read(straight: tuple[Path, str], tiny_target: Pa
     }
 
 
-@torch.no_grad()
 def test_reported_figures_are_those_of_the_exported_files(straight, tiny_target: Path, states: Path) -> None:
-    """The held-out loss once more, from export/ and with the teacher of transformers' own model."""
+    """Held-out loss and walks once more by a reader of its own: from export/ and transformers' own target."""
     output, _ = straight
     manifest = artifacts.read_manifest(output, "04")
-    vocab = artifacts.load_tensors(states / "vocab_map" / "vocab_map.pt")
-    config = derive(open_target(str(tiny_target)), 64, AUX_LAYERS)
-    draft = read_export(output / "export", config).float()
     target = AutoModelForCausalLM.from_pretrained(tiny_target)
+    norm, head = target.model.norm, target.lm_head.weight
     samples = [artifacts.load_tensors(artifacts.sample_path(states / "hidden_states", i)) for i in manifest["held_out"]]
-    batch = make_batch(samples, 3, "served")
-    logits = target.lm_head(target.model.norm(batch.final_hidden))[:, vocab["t2d"]]
-    losses = draft(batch, Teacher(logits)).loss / batch.valid.sum(1)
-    assert manifest["complete"] and manifest["report"]["walk_starts"] > 0
-    assert manifest["report"]["loss_by_step"] == pytest.approx(losses.tolist(), rel=1e-3)
-    assert metrics(output, "held_out")[-1]["loss_by_step"] == pytest.approx(losses.tolist(), rel=0.02)
+    score = rescore(Export(output / "export"), samples, norm.weight, norm.variance_epsilon, head, 3)
+    report = manifest["report"]
+    assert manifest["complete"] and report["walk_starts"] == score.starts()[-1] > 0
+    assert report["loss_by_step"] == pytest.approx(score.loss, rel=1e-4)
+    taus = [1 + accepted / starts for accepted, starts in zip(score.accepted(), score.starts(), strict=True)]
+    assert report["tau_by_drafts"] == [
+        round(tau, 4) for tau in taus
+    ]  # all 1 on random states; tests/test_rescore.py has chains
+    assert report["acceptance_by_position"] == [round(n / score.starts()[-1], 5) for n in score.by_position()]
+    assert metrics(output, "held_out")[-1]["loss_by_step"] == pytest.approx(score.loss, rel=0.02)
 
 
 def test_loss_weights_are_decay_over_the_count_of_rows() -> None:
