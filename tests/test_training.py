@@ -155,7 +155,7 @@ def test_loss_weights_are_decay_over_the_count_of_rows() -> None:
 @pytest.mark.slow
 def test_a_frozen_lm_head_stays_the_targets(tiny_target: Path, states: Path, tmp_path: Path) -> None:
     shape = tmp_path / "draft.json"
-    shape.write_text('{"intermediate_size": 96, "rms_norm_eps": 1e-6}')
+    shape.write_text('{"intermediate_size": 96, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}')
     changes = ["--draft-config", shape, "--format", "speculators"]
     result = train(tiny_target, states, tmp_path / "draft", "--lm-head", "frozen", "--epochs", 2, *changes)
     tensors = load_file(tmp_path / "draft" / "export" / "model.safetensors")
@@ -163,6 +163,7 @@ def test_a_frozen_lm_head_stays_the_targets(tiny_target: Path, states: Path, tmp
     assert torch.equal(tensors["lm_head.weight"], rows) and "lm_head frozen" in result.stdout
     assert not torch.equal(tensors["norm.weight"], torch.ones_like(tensors["norm.weight"]))
     assert tensors["midlayer.mlp.up_proj.weight"].shape == (96, 64)
+    assert "rope theta is 10000.0, the target's 50000.0; right only if" in result.stderr  # the check of the export
     other = load_file(tmp_path / "draft" / "export-speculators" / "model.safetensors")
     assert torch.equal(other["layers.0.mlp.up_proj.weight"], tensors["midlayer.mlp.up_proj.weight"])
 
