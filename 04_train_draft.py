@@ -17,6 +17,7 @@ vocabulary, divided by the global count of supervised rows of the optimizer step
 import argparse
 import contextlib
 import dataclasses
+import os
 import time
 from pathlib import Path
 
@@ -84,8 +85,19 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        terminal.end_with_parent()  # a launcher killed by -9 must not leave its ranks training on
     with contextlib.ExitStack() as stack:
-        return run_stage(arguments, stack)
+        try:
+            return run_stage(arguments, stack)
+        except (RuntimeError, MemoryError) as error:
+            if not terminal.is_out_of_memory(error):
+                raise
+            raise UserError(
+                f"out of memory ({terminal.short(error)}); activations grow with --max-tokens (now "
+                f"{arguments.max_tokens}) and --ttt-steps (now {arguments.ttt_steps}), lower these; optimizer states "
+                "are spread over more ranks, or put into host memory by offload_optimizer in --deepspeed-config's JSON"
+            ) from error
 
 
 def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int:
@@ -189,6 +201,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     export = arguments.output_dir / "export"
     longest = max(record["tokens"] for record in train)
     if rank == 0:
+        artifacts.write_manifest(arguments.output_dir, "04", fingerprint, complete=False)  # while it is exchanged
         card = model_card(
             target, config, dataclasses.asdict(options), trainer.last_report, inputs.sources(), longest, arguments.note
         )

@@ -130,12 +130,14 @@ command_of() { # fills the array `command` for a stage
 }
 
 child="" caught=""
-forward() { # a signal to this script alone reaches the stage too; Ctrl-C has reached it already
+forward() {
   caught=$1
   [ -z "$child" ] || kill -"$1" "$child" 2>/dev/null || true
 }
-trap 'forward TERM' TERM
-trap 'caught=INT' INT
+for name in INT TERM HUP; do
+  # shellcheck disable=SC2064 # the name of this round
+  trap "forward $name" "$name"
+done
 
 times=""
 for stage in "${stages[@]:$first:$((last - first + 1))}"; do
@@ -144,22 +146,32 @@ for stage in "${stages[@]:$first:$((last - first + 1))}"; do
   command_of "$stage"
   { printf '\n[%s]' "$(date '+%F %T')" && printf ' %q' "${command[@]}" && echo; } >>"$log"
   began=$SECONDS
-  # Not `stage | tee`: the stage's own exit code and process id are needed. tee ignores Ctrl-C to the stage's last word.
-  "${command[@]}" > >(trap '' INT TERM && exec tee -a "$log") 2>&1 &
+  # Not `stage | tee`: the stage's own exit code and process id are needed. tee stays to the stage's last word. The stage
+  # is its own process group (set -m), so that a signal to the terminal and one to this script alone reach it alike:
+  # once, from here, and only the process that passes it on to its children.
+  set -m
+  "${command[@]}" > >(trap '' INT TERM HUP && exec tee -a "$log") 2>&1 &
   child=$!
+  set +m
+  [ -z "$caught" ] || forward "$caught" # which came while the stage was started
   code=0
   while :; do
-    wait "$child" && code=0 || code=$?
+    wait "$child" 2>/dev/null && code=0 || code=$?
     kill -0 "$child" 2>/dev/null || break # else the wait was interrupted by a signal
   done
   wait "$child" 2>/dev/null && code=0 || code=$?
   child=""
   if [ "$code" != 0 ] || [ -n "$caught" ]; then
     sleep 0.2 # the last lines pass through tee
-    printf '\nrun_pipeline.sh: stage %s %s, exit code %s; log %s\n' \
-      "$stage" "$([ -n "$caught" ] && echo "stopped by SIG$caught" || echo failed)" "$code" "$log" >&2
-    [ "$caught" = INT ] && exit 130
-    [ "$caught" = TERM ] && exit 143
+    why="failed"
+    [ "$code" != 137 ] || why="was killed, perhaps by the kernel for want of memory (dmesg says so)"
+    [ -z "$caught" ] || why="stopped by SIG$caught"
+    printf '\nrun_pipeline.sh: stage %s %s, exit code %s; log %s\n' "$stage" "$why" "$code" "$log" >&2 || true
+    case $caught in
+      HUP) exit 129 ;;
+      INT) exit 130 ;;
+      TERM) exit 143 ;;
+    esac
     exit "$code"
   fi
   times="$times $stage $((SECONDS - began))s"

@@ -109,12 +109,17 @@ def write_export(directory: Path, tensors: dict[str, torch.Tensor], described: d
 
 @contextlib.contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """A directory to write into, which takes the place of `directory` when the block has ended well."""
+    """A directory to write into, which takes the place of `directory` when the block has ended well.
+
+    A kill between the removal of the old one and the renaming leaves none: a manifest must not say complete meanwhile.
+    """
     work = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     with artifacts.writing(work / "model.safetensors"):
         yield work
+        for path in work.iterdir():
+            artifacts.sync_folder(path)  # a file as well
     shutil.rmtree(directory, ignore_errors=True)
     work.rename(directory)
     artifacts.sync_folder(directory.parent)

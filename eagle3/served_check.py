@@ -88,6 +88,7 @@ def main() -> int:
     parser.add_argument("--max-prompts", type=int, default=20, help="(default %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="(default %(default)s)")
     parser.add_argument("--tensor-parallel-size", type=int, help="default: all visible GPUs")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of each GPU's memory")
     parser.add_argument("--trust-remote-code", action="store_true")
     arguments = parser.parse_args()
     started = time.monotonic()
@@ -119,6 +120,7 @@ def main() -> int:
         "dtype": dtype,
         "max_model_len": min(max(map(len, prompts)) + arguments.max_new_tokens + 16, target.max_positions),
         "trust_remote_code": arguments.trust_remote_code,
+        "gpu_memory_utilization": arguments.gpu_memory_utilization,
         "tensor_parallel_size": arguments.tensor_parallel_size or max(1, torch.cuda.device_count()),
     }
     plain = vllm_runtime.load(target.directory, log, **settings)

@@ -1,10 +1,13 @@
 """What the person at the terminal sees: one-line errors, quiet libraries, progress bars, closing summaries."""
 
 import contextlib
+import ctypes
 import errno
+import math
 import os
 import re
 import signal
+import stat
 import sys
 import time
 import traceback
@@ -52,21 +55,36 @@ def quiet_libraries() -> None:
         os.environ.setdefault(name, value)
 
 
+PATIENCE = 3  # s after a signal in which the same news from a launcher or shell is no second wish
+SIGNALS = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "terminated",
+    signal.SIGHUP: "stopped because the terminal closed (SIGHUP; start it under nohup or tmux to go on without)",
+}
+
+_terminal_closed = False
+
+
+class Stopped(BaseException):
+    """A signal as an exception, so that `finally` blocks run. No KeyboardInterrupt: vLLM swallows that at its start."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 def run(main: Callable[[], int | None]) -> None:
-    """Run a script's main and exit: 0, 1 after a user error, 130 after Ctrl-C, 143 after SIGTERM.
+    """Run a script's main and exit: 0, 1 after a user error, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 
     Anything else keeps its traceback, for it is a defect of the program.
     """
-    signal.signal(signal.SIGTERM, _raise_terminated)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     try:
+        on_signals(_Stopper())
         code = main() or 0
     except UserError as error:
         code = _fail(f"error: {error}", 1)
-    except KeyboardInterrupt:
-        code = _fail("interrupted: nothing finished is lost; the same command continues", 130)
-    except _Terminated:
-        code = _fail("terminated: nothing finished is lost; the same command continues", 143)
+    except Stopped as stopped:
+        line = f"{SIGNALS[stopped.number]}: nothing finished is lost; the same command continues"
+        code = _fail(line, 128 + stopped.number)
     except OSError as error:
         if error.errno is None:
             raise
@@ -78,12 +96,44 @@ def run(main: Callable[[], int | None]) -> None:
     sys.exit(code)
 
 
-class _Terminated(BaseException):
-    """SIGTERM as an exception, so that `finally` blocks run."""
+def on_signals(handler: Callable[[int, object], None]) -> None:
+    """Send SIGINT, SIGTERM and SIGHUP to `handler`; a SIGHUP that nohup has switched off stays so."""
+    for number in SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
-def _raise_terminated(signum: int, frame: object) -> None:
-    raise _Terminated
+class _Stopper:
+    """Raises at the first signal; one soon after it must not break the clean-up."""
+
+    def __init__(self) -> None:
+        self._since = -math.inf
+
+    def __call__(self, number: int, frame: object) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
+        if time.monotonic() - self._since > PATIENCE:
+            self._since = time.monotonic()
+            raise Stopped(number)
+
+
+def end_with_parent() -> None:
+    """Have this process terminated, as by SIGTERM, when its parent ends, or now when that has ended already. Linux."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() == 1 != os.getpgrp():  # handed to init; a container's launcher may be process 1, in group 1
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def leave_terminal() -> None:
+    """Send to nowhere what would go to a terminal that has closed: writing to it is an error."""
+    global _terminal_closed
+    _terminal_closed = True
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 def _fail(line: str, code: int) -> int:
@@ -94,6 +144,12 @@ def _fail(line: str, code: int) -> int:
 def short(error: BaseException) -> str:
     """Type and first line of another library's error, for use inside a one-line message."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error).strip() else ''}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU (torch.OutOfMemoryError) or the host (torch: a plain RuntimeError) had no memory left."""
+    said = ("out of memory", "can't allocate memory", "Cannot allocate memory")
+    return isinstance(error, MemoryError) or any(words in str(error) for words in said)
 
 
 def progress(total: int | None, unit: str, description: str, done: int = 0) -> tqdm:
@@ -140,19 +196,21 @@ def output_to(log: Path, what: str) -> Iterator[None]:
             yield
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             traceback.print_exc()  # into the log
-            raise UserError(f"{what} failed: {_cause(log, start) or short(error)}; all of it is in {log}") from error
+            raise UserError(f"{what} failed: {cause_in(log, start) or short(error)}; all of it is in {log}") from error
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             for old, descriptor in zip(saved, (1, 2), strict=True):
                 os.dup2(old, descriptor)
                 os.close(old)
+            if _terminal_closed:
+                leave_terminal()
 
 
-def _cause(log: Path, start: int) -> str:
-    """The first error that a traceback in `log` names after byte `start`: later ones only pass it on."""
+def cause_in(log: Path, start: int) -> str:
+    """The first error that a traceback in `log` names after byte `start`, for later ones only pass it on."""
     with open(log, "rb") as file:
         file.seek(start)
         text = file.read().decode(errors="replace")

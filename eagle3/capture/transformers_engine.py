@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from eagle3.capture.interface import Captured, EngineSettings, Scored
-from eagle3.terminal import UserError, output_to, short
+from eagle3.terminal import UserError, is_out_of_memory, output_to, short
 
 
 class TransformersEngine:
@@ -57,9 +57,11 @@ class TransformersEngine:
         ids = torch.tensor([prompt], device=self._model.get_input_embeddings().weight.device)  # [1, T]
         try:
             return module(input_ids=ids, use_cache=False)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise UserError(
-                f"a prompt of {len(prompt)} tokens does not fit in GPU memory beside the target; "
+                f"a prompt of {len(prompt)} tokens does not fit in memory beside the target ({short(error)}); "
                 "use --engine vllm, or shorter samples (--max-seq-len of stage 01)"
             ) from error
 
@@ -85,8 +87,15 @@ def _load(settings: EngineSettings) -> torch.nn.Module:
             # spreads a target that is larger than one GPU
             device_map="auto" if settings.device == "cuda" else None,
         )
-    except (ValueError, OSError, ImportError, torch.OutOfMemoryError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise UserError(f"transformers cannot load {directory} ({short(error)})") from error
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"the target does not fit in memory on {settings.device} ({short(error)}); free what another process "
+            "holds, or use --engine vllm with --tensor-parallel-size"
+        ) from error
     for parameter in model.parameters():  # those of a quantised checkpoint come as they are stored
         if parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.to(settings.torch_dtype)

@@ -16,7 +16,7 @@ import torch
 
 from eagle3 import vllm_runtime
 from eagle3.capture.interface import Captured, EngineSettings, Scored
-from eagle3.terminal import UserError, short
+from eagle3.terminal import short
 
 STAGING_PREFIX = ".staging-"
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -43,6 +43,7 @@ class VllmEngine:
         except BaseException:
             shutil.rmtree(self._staging, ignore_errors=True)
             raise
+        self._log_start = self._log.stat().st_size  # of what it writes from now on
 
     def _load(self, longest: int) -> Any:
         settings = self._settings
@@ -148,9 +149,7 @@ class VllmEngine:
             try:
                 outputs = engine.step()
             except EngineDeadError as error:
-                raise UserError(
-                    f"vLLM died while computing; its output is in {self._log}; the same command continues"
-                ) from error
+                raise vllm_runtime.died(self._log, self._log_start) from error
             for output in outputs:
                 # by tokens, not by order or request id: equal prompts have equal states, and a duplicate finds no place
                 key = tuple(output.prompt_token_ids)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,8 +27,6 @@ from eagle3.training import packing
 from eagle3.training.metrics import Acceptance, measure
 from eagle3.training.record import Record
 from eagle3.training.supervision import empty_batch, load_sample, make_batch
-
-CHECKPOINTS_KEPT = 2
 
 
 @dataclass(frozen=True)
@@ -58,24 +57,31 @@ def loss_weights(rows: torch.Tensor, options: TrainOptions) -> torch.Tensor:
 
 
 class StopRequested:
-    """Turns SIGINT and SIGTERM into a flag that is read between optimizer steps.
+    """Turns SIGINT, SIGTERM and SIGHUP into a flag that is read between optimizer steps, while the block runs.
 
-    A launcher passes on what the terminal has sent already, so only a signal that comes PATIENCE seconds after the
-    first one is a person who does not want to wait for the checkpoint.
+    A launcher passes on what the terminal has sent already, so only a signal that comes terminal.PATIENCE seconds after
+    the first one is a person who does not want to wait for the checkpoint.
     """
-
-    PATIENCE = 3
 
     def __init__(self) -> None:
         self.signal = 0
         self._since = 0.0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
+
+    def __enter__(self) -> "StopRequested":
+        self._before = {number: signal.getsignal(number) for number in terminal.SIGNALS}
+        terminal.on_signals(self._note)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: object) -> None:
+        if number == signal.SIGHUP:
+            terminal.leave_terminal()
         if not self.signal:
             self.signal, self._since = number, time.monotonic()
-        elif time.monotonic() - self._since > self.PATIENCE:
+        elif time.monotonic() - self._since > terminal.PATIENCE:
             os._exit(128 + number)
 
 
@@ -84,10 +90,10 @@ def distributed() -> Iterator[tuple[int, int]]:
     """Join the ranks a launcher started (torchrun, deepspeed), or be the only one. Gives (rank, world)."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
         os.environ.setdefault(name, value)
-    if os.environ["WORLD_SIZE"] == "1":
-        os.environ.setdefault("MASTER_PORT", "0")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it found no GPU
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ.setdefault("MASTER_PORT", "0")
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -206,6 +212,7 @@ class Trainer:
         self.epoch = 0
         self.step_in_epoch = 0
         self.last_report: dict[str, Any] | None = None
+        self.checkpoint: str | None = None  # name of the latest
 
     def _packs(self, epoch: int) -> list[list[dict]]:
         return packing.epoch_packs(self.train_records, self.options.max_tokens, self.options.seed, epoch)
@@ -274,8 +281,8 @@ class Trainer:
 
     def run(self) -> int:
         """Train to the end or to a stop signal. Returns the signal's number, 0 at the end."""
-        stop = StopRequested()
         with contextlib.ExitStack() as stack:
+            stop = stack.enter_context(StopRequested())
             record = bar = None
             if self.rank == 0:
                 record = stack.enter_context(Record(self.output, self.step))
@@ -284,11 +291,15 @@ class Trainer:
                 if self._epoch(stop, record, bar):
                     self._save()
                     return stop.signal or signal.SIGTERM
-                self.epoch, self.step_in_epoch = self.epoch + 1, 0
                 if self.held_out:
-                    self.last_report = self.evaluate(self.model)
+                    report = self.evaluate(self.model, stop)
+                    if report is None:
+                        self._save()
+                        return stop.signal or signal.SIGTERM
+                    self.last_report = report
                     if record:
-                        record.add("held_out", self.step, {"epoch": self.epoch} | self.last_report)
+                        record.add("held_out", self.step, {"epoch": self.epoch + 1} | report)
+                self.epoch, self.step_in_epoch = self.epoch + 1, 0
                 self._save()
         return 0
 
@@ -327,33 +338,52 @@ class Trainer:
         return False
 
     @torch.no_grad()
-    def evaluate(self, model: DraftModel) -> dict[str, Any]:
-        """Loss, accuracy and walk tau of `model` on the held-out conversations, always with served supervision."""
+    def evaluate(self, model: DraftModel, stop: StopRequested | None = None) -> dict[str, Any] | None:
+        """Loss, accuracy and walk tau of `model` on the held-out conversations, always with served supervision.
+
+        None when a rank was asked to stop before the end.
+        """
         sums = Acceptance(self.options.ttt_steps)
+        stopped = 0.0
         for records in packing.pack(self.held_out, self.options.max_tokens)[self.rank :: self.world]:
+            if stop and stop.signal:
+                stopped = 1.0
+                break
             batch = self._batch(records, "served").to(self.device, model.fc.weight.dtype)
             measure(model(batch, self._teacher(batch)), batch, self.target_to_draft, sums)
-        vector = sums.tensor().to(self.device)
+        vector = torch.cat([sums.tensor(), torch.tensor([stopped], dtype=torch.float64)]).to(self.device)
         if self.world > 1:
             dist.all_reduce(vector)
-        return Acceptance.of(vector.cpu(), self.options.ttt_steps).report()
+        if vector[-1]:
+            return None
+        return Acceptance.of(vector[:-1].cpu(), self.options.ttt_steps).report()
 
     # ---------------------------------------------------------------------------------------- checkpoints
 
     def _save(self) -> None:
-        """Write a checkpoint; `latest` points to it only once it is whole, older ones go after that."""
+        """Write a checkpoint; `latest` points to it only once it is whole and on disk. The one before it stays too."""
         folder = self.output / "checkpoints"
         state = {"step": self.step, "epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
         state |= {"last_report": self.last_report, "total_steps": self.total_steps}
-        tag = f"step{self.step:08d}"
+        # the end of an epoch is told from its last step, for a checkpoint in use is never written over
+        tag = f"step{self.step:08d}" + ("" if self.step_in_epoch else f"-epoch{self.epoch}")
+        if tag == self.checkpoint:  # stopped before anything was done
+            return
+        if self.rank == 0:
+            shutil.rmtree(folder / tag, ignore_errors=True)  # half written by a killed run
+        barrier()
         with artifacts.writing(folder / tag):
             self.engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
-        barrier()  # every rank's part is on disk
+        barrier()  # every rank's part is written
         if self.rank == 0:
+            for path in (*(folder / tag).iterdir(), folder / tag):
+                artifacts.sync_folder(path)  # a file as well
             with artifacts.atomic_file(folder / "latest", "w") as file:
                 file.write(tag)
-            for old in sorted(folder.glob("step*"))[:-CHECKPOINTS_KEPT]:
-                shutil.rmtree(old)
+            for old in folder.glob("step*"):  # half written ones of killed runs may have later names
+                if old.name not in (tag, self.checkpoint):
+                    shutil.rmtree(old)
+        self.checkpoint = tag
 
     def resume(self) -> bool:
         """Continue from the latest checkpoint of the output directory; False when there is none."""
@@ -372,7 +402,7 @@ class Trainer:
         if path is None:
             raise UserError(f"checkpoint {folder / tag} is incomplete; write an earlier one's name into latest")
         self.step, self.epoch, self.step_in_epoch = state["step"], state["epoch"], state["step_in_epoch"]
-        self.last_report = state["last_report"]
+        self.last_report, self.checkpoint = state["last_report"], tag
         if self.rank == 0 and state["total_steps"] != self.total_steps:
             terminal.warn(
                 f"the run had {state['total_steps']} steps, now it has {self.total_steps}: "

@@ -1,6 +1,7 @@
 """The written record of a run: metrics.jsonl and TensorBoard events."""
 
 import json
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,10 @@ class Record:
     def __init__(self, directory: Path, step: int) -> None:
         """`step`: optimizer steps already done; TensorBoard drops what it had beyond."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = (directory / "metrics.jsonl").open("a")
+        path = directory / "metrics.jsonl"
+        if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
+            os.truncate(path, text.rfind(b"\n") + 1)  # a line torn by a kill
+        self._file = path.open("a")
         self._board = SummaryWriter(directory / "tensorboard", purge_step=step)
 
     def __enter__(self) -> "Record":

@@ -1,0 +1,181 @@
+"""No engine process outlives its stage. vLLM computes in child processes, which survive a kill -9 and hold the GPU.
+
+While an engine lives a watcher process notes which processes descend from the stage, and when the stage is gone it ends
+exactly those, known by pid and start time, never by name. Its record lies beside the engine's log, so that a run after
+a kill of stage and watcher both can say what was left. Linux; standard library alone, for this file is the watcher's
+program.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+PREFIX = ".engine-"  # of a record's name; the stage's pid follows
+PERIOD = 0.2  # s between two looks
+GRACE = 5.0  # s between SIGTERM and SIGKILL
+
+_open: set["EngineGuard"] = set()
+Processes = dict[int, int]  # pid -> start time, in clock ticks since boot: a pid used again has another
+
+
+def _running() -> dict[int, tuple[int, int]]:
+    """(parent, start time) of every process that has not ended, zombies left out."""
+    table = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            fields = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()  # the name may hold anything
+            if fields[0] not in "ZX":
+                table[int(name)] = int(fields[1]), int(fields[19])
+    return table
+
+
+def alive(processes: Processes) -> Processes:
+    """Those of `processes` that still run."""
+    table = _running()
+    return {pid: start for pid, start in processes.items() if pid in table and table[pid][1] == start}
+
+
+def family(roots: Processes) -> Processes:
+    """Those of `roots` that still run, and all their descendants."""
+    table, found, more = _running(), {}, alive(roots)
+    while more:
+        found |= more
+        more = {pid: start for pid, (parent, start) in table.items() if parent in found and pid not in found}
+    return found
+
+
+def end(processes: Processes) -> None:
+    """End these processes and their descendants: SIGTERM, then SIGKILL for what is left after GRACE seconds."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        told: Processes = {}
+        deadline = time.monotonic() + GRACE
+        while (processes := family(processes)) and time.monotonic() < deadline:
+            for pid in processes.keys() - told.keys():
+                with contextlib.suppress(OSError):
+                    os.kill(pid, number)
+            told |= processes
+            time.sleep(0.05)
+
+
+class EngineGuard:
+    """Made before an engine starts and closed after it has ended, in the process that starts it."""
+
+    def __init__(self, log: Path) -> None:
+        """`log` is the engine's: the record lies in its folder."""
+        resource_tracker.ensure_running()  # one a process, started at need: it is no engine process and ends by itself
+        self._stage = _this_process()
+        self._others = family(self._stage)  # itself and what it has started so far
+        self._record = (log.parent / f"{PREFIX}{os.getpid()}.json").resolve()
+        arguments = [json.dumps(self._stage), json.dumps(self._others), str(self._record)]
+        self._watcher = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,  # Ctrl-C and a closed terminal are not for it
+        )
+        _open.add(self)
+
+    def report(self) -> None:
+        """Called in a process just forked: until the watcher looks again it is known by this alone."""
+        with contextlib.suppress(OSError):
+            os.write(self._watcher.stdin.fileno(), b"%d\n" % os.getpid())
+
+    def close(self, failed: bool = False) -> None:
+        """Stop watching; after a failed start end first what that has left."""
+        if failed:
+            left = family(self._stage)
+            end({pid: start for pid, start in left.items() if pid not in self._others and pid != self._watcher.pid})
+        _open.discard(self)
+        self._watcher.kill()
+        self._watcher.communicate()
+        self._record.unlink(missing_ok=True)
+
+
+os.register_at_fork(after_in_child=lambda: [guard.report() for guard in _open])
+
+
+def survivors(directory: Path) -> dict[int, str]:
+    """Engine processes (pid -> command) that killed runs left in spite of all, by their records in `directory`.
+
+    Waits for those that a watcher is ending just now. Records without a living process are removed.
+    """
+    found: dict[int, str] = {}
+    for path in directory.glob(f"{PREFIX}*.json"):
+        record = json.loads(path.read_text())
+        if record["host"] != socket.gethostname() or alive(_processes(record["stage"])):
+            continue  # another machine's, or a run at work
+        deadline = time.monotonic() + 3 * GRACE
+        while alive(_processes(record["watcher"])) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        left = alive(_processes(record["engine"]))
+        found |= {pid: record["commands"][str(pid)] for pid in left}
+        if not left:
+            path.unlink(missing_ok=True)
+    return found
+
+
+def _this_process() -> Processes:
+    return {os.getpid(): _running()[os.getpid()][1]}
+
+
+def _processes(read: dict[str, int]) -> Processes:
+    return {int(pid): start for pid, start in read.items()}  # JSON's keys are text
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return (
+            Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:80].strip()
+        )
+    return "?"
+
+
+def _reported() -> Processes | None:
+    """What reported itself since the last call; None when no process that could is left."""
+    try:
+        text = os.read(0, 1 << 16)
+    except BlockingIOError:
+        return {}
+    table = _running()
+    return {pid: table[pid][1] for pid in map(int, text.split()) if pid in table} if text else None
+
+
+def watch(stage: Processes, others: Processes, record: Path) -> None:
+    """The watcher: keep `record` up to date until the stage is gone, then end the engine's processes."""
+    os.set_blocking(0, False)
+    events = select.poll()
+    events.register(0, select.POLLIN)
+    with contextlib.suppress(OSError, AttributeError):  # gone already, or a kernel without pidfd: PERIOD must do
+        events.register(os.pidfd_open(next(iter(stage))), select.POLLIN)
+    me = _this_process()
+    engine: Processes = {}
+    while alive(stage):
+        now = family(stage | engine | (_reported() or {}))
+        now = {pid: start for pid, start in now.items() if pid not in others | me}
+        if now != engine:
+            engine = now
+            facts = {"host": socket.gethostname(), "stage": stage, "watcher": me, "engine": engine}
+            temporary = record.with_suffix(".tmp")
+            temporary.write_text(json.dumps(facts | {"commands": {pid: _command(pid) for pid in engine}}))
+            temporary.replace(record)
+        events.poll(PERIOD * 1000)
+    deadline = time.monotonic() + GRACE
+    while (reported := _reported()) is not None and time.monotonic() < deadline:  # one forked at the last moment
+        end(engine | reported)
+        time.sleep(0.05)
+    end(engine)
+    record.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    watch(_processes(json.loads(sys.argv[1])), _processes(json.loads(sys.argv[2])), Path(sys.argv[3]))
