@@ -12,7 +12,8 @@
 #   --from S, --to S     first and last stage to run: 01 02 03 04 check
 #   --trust-remote-code  passed to every stage that loads tokenizer or model
 #
-# Each stage logs to OUT/logs/. The same command after an interruption continues where it stopped.
+# Each stage logs to OUT/logs/. The same command after an interruption continues where it stopped. A kill -9 of this
+# script alone lets the running stage finish; its lock, with its process id, keeps a second one out meanwhile.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 stages=(01 02 03 04 check)
@@ -150,7 +151,7 @@ for stage in "${stages[@]:$first:$((last - first + 1))}"; do
   # is its own process group (set -m), so that a signal to the terminal and one to this script alone reach it alike:
   # once, from here, and only the process that passes it on to its children.
   set -m
-  "${command[@]}" > >(trap '' INT TERM HUP && exec tee -a "$log") 2>&1 &
+  "${command[@]}" </dev/null > >(trap '' INT TERM HUP && exec tee -a "$log") 2>&1 &
   child=$!
   set +m
   [ -z "$caught" ] || forward "$caught" # which came while the stage was started

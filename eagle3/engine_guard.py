@@ -19,33 +19,32 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 PREFIX = ".engine-"  # of a record's name; the stage's pid follows
-PERIOD = 0.2  # s between two looks
+PERIOD = 0.5  # s between two looks
 GRACE = 5.0  # s between SIGTERM and SIGKILL
 
 _open: set["EngineGuard"] = set()
 Processes = dict[int, int]  # pid -> start time, in clock ticks since boot: a pid used again has another
 
 
-def _running() -> dict[int, tuple[int, int]]:
-    """(parent, start time) of every process that has not ended, zombies left out."""
-    table = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            fields = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()  # the name may hold anything
-            if fields[0] not in "ZX":
-                table[int(name)] = int(fields[1]), int(fields[19])
-    return table
+def _look(pid: int) -> tuple[int, int] | None:
+    """(parent, start time) of a process; None when it has ended, a zombie too."""
+    with contextlib.suppress(OSError):
+        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()  # the name may hold anything
+        if fields[0] not in "ZX":
+            return int(fields[1]), int(fields[19])
+    return None
 
 
 def alive(processes: Processes) -> Processes:
     """Those of `processes` that still run."""
-    table = _running()
-    return {pid: start for pid, start in processes.items() if pid in table and table[pid][1] == start}
+    return {pid: start for pid, start in processes.items() if (seen := _look(pid)) and seen[1] == start}
 
 
 def family(roots: Processes) -> Processes:
     """Those of `roots` that still run, and all their descendants."""
-    table, found, more = _running(), {}, alive(roots)
+    pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+    table = {pid: seen for pid in pids if (seen := _look(pid))}
+    found, more = {}, alive(roots)
     while more:
         found |= more
         more = {pid: start for pid, (parent, start) in table.items() if parent in found and pid not in found}
@@ -98,9 +97,11 @@ class EngineGuard:
         _open.discard(self)
         self._watcher.kill()
         self._watcher.communicate()
-        self._record.unlink(missing_ok=True)
+        for path in (self._record, self._record.with_suffix(".tmp")):
+            path.unlink(missing_ok=True)
 
 
+# EngineCore is forked: what a watcher that only looks around would miss in the PERIOD before the stage is killed
 os.register_at_fork(after_in_child=lambda: [guard.report() for guard in _open])
 
 
@@ -125,7 +126,7 @@ def survivors(directory: Path) -> dict[int, str]:
 
 
 def _this_process() -> Processes:
-    return {os.getpid(): _running()[os.getpid()][1]}
+    return {os.getpid(): _look(os.getpid())[1]}
 
 
 def _processes(read: dict[str, int]) -> Processes:
@@ -134,9 +135,8 @@ def _processes(read: dict[str, int]) -> Processes:
 
 def _command(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return (
-            Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:80].strip()
-        )
+        words = Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
+        return b" ".join(words).decode(errors="replace").strip()[:80]
     return "?"
 
 
@@ -146,8 +146,7 @@ def _reported() -> Processes | None:
         text = os.read(0, 1 << 16)
     except BlockingIOError:
         return {}
-    table = _running()
-    return {pid: table[pid][1] for pid in map(int, text.split()) if pid in table} if text else None
+    return {pid: seen[1] for pid in map(int, text.split()) if (seen := _look(pid))} if text else None
 
 
 def watch(stage: Processes, others: Processes, record: Path) -> None:
@@ -166,8 +165,9 @@ def watch(stage: Processes, others: Processes, record: Path) -> None:
             engine = now
             facts = {"host": socket.gethostname(), "stage": stage, "watcher": me, "engine": engine}
             temporary = record.with_suffix(".tmp")
-            temporary.write_text(json.dumps(facts | {"commands": {pid: _command(pid) for pid in engine}}))
-            temporary.replace(record)
+            with contextlib.suppress(OSError):  # a full disk must not end the watch
+                temporary.write_text(json.dumps(facts | {"commands": {pid: _command(pid) for pid in engine}}))
+                temporary.replace(record)
         events.poll(PERIOD * 1000)
     deadline = time.monotonic() + GRACE
     while (reported := _reported()) is not None and time.monotonic() < deadline:  # one forked at the last moment

@@ -110,8 +110,11 @@ def _memory_advice(cause: str) -> str:
         return f"{other}: end it, or lower --gpu-memory-utilization"
     if re.search("No available memory for the cache blocks|larger than the available KV cache", cause):
         return f"raise --gpu-memory-utilization, or {more}"
-    if re.search("out of memory|can't allocate memory|Cannot allocate memory|MemoryError", cause, re.IGNORECASE):
+    if re.search("CUDA.*out of memory|OutOfMemoryError", cause):
         return f"{other}; else lower --gpu-memory-utilization, or {more}"
+    host = "requested memory for kv|desired CPU memory|(can't|Cannot) allocate memory|MemoryError|out of memory"
+    if re.search(host, cause):
+        return "the host's memory is full: end what else holds it (top shows it), or take a smaller target"
     return ""
 
 

@@ -45,14 +45,17 @@ class Stage:
 
     def family(self) -> engine_guard.Processes:
         """The process and its descendants, but not the watcher."""
-        return engine_guard.family(engine_guard.alive({self.process.pid: started(self.process.pid)}))
+        seen = engine_guard._look(self.process.pid)
+        return engine_guard.family({self.process.pid: seen[1]}) if seen else {}
 
-    def stop(self, number: int, group: bool = False, seconds: float = 60) -> int:
+    def stop(self, number: int, group: bool = False, alone: bool = False) -> int:
         """Send the signal, to the process group where a terminal would. Returns the exit code, negative for a signal;
-        no process that descended from it may be left after 15 s."""
+        no process that descended from it may be left after 15 s, unless the process goes `alone`."""
         family = self.family()
         (os.killpg if group else os.kill)(self.process.pid, number)
-        code = self.process.wait(seconds)
+        code = self.process.wait(60)
+        if alone:
+            return code
         deadline = time.monotonic() + 15
         while (left := engine_guard.alive(family)) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -64,10 +67,6 @@ def heed_signals() -> None:
     """Undo what nohup or a background job of a shell has switched off for its children."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-
-
-def started(pid: int) -> int:
-    return engine_guard._running().get(pid, (0, -1))[1]
 
 
 def stage_01(model: Path, dataset: Path, out: Path) -> list[object]:
