@@ -181,6 +181,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     trainer = loop.Trainer(
         model,
         head,
+        lambda: TargetHead(target, getattr(torch, options.dtype), device),
         options,
         deepspeed_config,
         inputs.directory,
@@ -232,7 +233,10 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
         if report:
             rows |= {
                 f"tau, {options.ttt_steps} drafts": f"{report['tau']} (walk) from {report['walk_starts']} starts",
+                "tau by drafts": f"{report['tau_by_drafts']} for 1 to {options.ttt_steps}",
+                "if sampled": f"{report['tau_sampled_estimate_by_drafts']} expected at temperature 1, an estimate",
                 "plain mean": f"{report['tau_plain_mean']} (not what a server counts)",
+                "lost to vocabulary": f"{report['lost_to_vocabulary']:.1%} of the walk's steps",
                 "accuracy by step": report["accuracy_by_step"],
             }
         if arguments.note:

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ from eagle3.training import packing
 from eagle3.training.metrics import Acceptance, measure
 from eagle3.training.record import Record
 from eagle3.training.supervision import empty_batch, load_sample, make_batch
+
+NORMALISED_AT_ONCE = 1024  # rows of logits over the whole vocabulary: 0.7 GB of float32 at 163,840 ids
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ class Trainer:
         self,
         model: DraftModel,
         head: TargetHead,
+        whole_head: Callable[[], TargetHead],
         options: TrainOptions,
         deepspeed_config: dict[str, Any],
         hidden_states: Path,
@@ -173,12 +176,14 @@ class Trainer:
         target_to_draft: torch.Tensor,
         save_every: int,
     ) -> None:
-        """`train` and `held_out` are index records of stage 02; `target_to_draft` int64 [V] gives -1 outside;
+        """`head` gives the draft's ids, `whole_head` loads that of all ids, which is needed once;
+        `train` and `held_out` are index records of stage 02; `target_to_draft` int64 [V] gives -1 outside;
         a checkpoint is written every `save_every` optimizer steps and after each epoch."""
         import deepspeed
 
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.options, self.head, self.output, self.hidden_states = options, head, output, hidden_states
+        self.options, self.head, self.whole_head = options, head, whole_head
+        self.output, self.hidden_states = output, hidden_states
         self.train_records, self.held_out, self.save_every = train, held_out, save_every
         self.device = device()
         self.target_to_draft = target_to_draft.to(self.device)
@@ -212,6 +217,7 @@ class Trainer:
         self.epoch = 0
         self.step_in_epoch = 0
         self.last_report: dict[str, Any] | None = None
+        self.normalisers: list[torch.Tensor] | None = None  # of this rank's held-out packs
         self.checkpoint: str | None = None  # name of the latest
 
     def _packs(self, epoch: int) -> list[list[dict]]:
@@ -249,9 +255,22 @@ class Trainer:
                 pending = pool.submit(read, following) if following is not None else None
                 yield batches
 
-    def _teacher(self, batch: Batch) -> Teacher:
+    def _teacher(self, batch: Batch, normaliser: torch.Tensor | None = None) -> Teacher:
         with torch.no_grad():
-            return Teacher(self.head(batch.final_hidden))
+            return Teacher(self.head(batch.final_hidden), normaliser)
+
+    def _normalise(self, packs: list[list[dict]]) -> list[torch.Tensor]:
+        """For each pack log of the sum of exp(logit) over all target ids, float [S]: the share outside the draft's."""
+        head = self.whole_head()
+        return [
+            torch.cat(
+                [
+                    head(states.to(self.device)).logsumexp(-1).cpu()
+                    for states in self._batch(records, "served").final_hidden.split(NORMALISED_AT_ONCE)
+                ]
+            )
+            for records in packs
+        ]
 
     # ---------------------------------------------------------------------------------------------- steps
 
@@ -345,12 +364,16 @@ class Trainer:
         """
         sums = Acceptance(self.options.ttt_steps)
         stopped = 0.0
-        for records in packing.pack(self.held_out, self.options.max_tokens)[self.rank :: self.world]:
+        packs = packing.pack(self.held_out, self.options.max_tokens)[self.rank :: self.world]
+        if self.normalisers is None:
+            self.normalisers = self._normalise(packs)
+        for records, normaliser in zip(packs, self.normalisers, strict=True):
             if stop and stop.signal:
                 stopped = 1.0
                 break
             batch = self._batch(records, "served").to(self.device, model.fc.weight.dtype)
-            measure(model(batch, self._teacher(batch)), batch, self.target_to_draft, sums)
+            teacher = self._teacher(batch, normaliser.to(self.device))
+            measure(model(batch, teacher), batch, self.target_to_draft, sums)
         vector = torch.cat([sums.tensor(), torch.tensor([stopped], dtype=torch.float64)]).to(self.device)
         if self.world > 1:
             dist.all_reduce(vector)
