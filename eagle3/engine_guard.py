@@ -19,7 +19,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 PREFIX = ".engine-"  # of a record's name; the stage's pid follows
-PERIOD = 0.5  # s between two looks
+MARK = "EAGLE3_ENGINE_OF"  # environment variable: pid and start time of the stage
+PERIOD = 0.5  # s between two looks; of what is younger, forked processes report themselves, others bear the mark
 GRACE = 5.0  # s between SIGTERM and SIGKILL
 
 _open: set["EngineGuard"] = set()
@@ -83,9 +84,10 @@ class EngineGuard:
             start_new_session=True,  # Ctrl-C and a closed terminal are not for it
         )
         _open.add(self)
+        os.environ[MARK] = _mark(self._stage)
 
     def report(self) -> None:
-        """Called in a process just forked: until the watcher looks again it is known by this alone."""
+        """Called in a process just forked, which keeps the environment that its parent began with."""
         with contextlib.suppress(OSError):
             os.write(self._watcher.stdin.fileno(), b"%d\n" % os.getpid())
 
@@ -95,13 +97,13 @@ class EngineGuard:
             left = family(self._stage)
             end({pid: start for pid, start in left.items() if pid not in self._others and pid != self._watcher.pid})
         _open.discard(self)
+        os.environ.pop(MARK, None)
         self._watcher.kill()
         self._watcher.communicate()
         for path in (self._record, self._record.with_suffix(".tmp")):
             path.unlink(missing_ok=True)
 
 
-# EngineCore is forked: what a watcher that only looks around would miss in the PERIOD before the stage is killed
 os.register_at_fork(after_in_child=lambda: [guard.report() for guard in _open])
 
 
@@ -140,13 +142,25 @@ def _command(pid: int) -> str:
     return "?"
 
 
-def _reported() -> Processes | None:
-    """What reported itself since the last call; None when no process that could is left."""
-    try:
-        text = os.read(0, 1 << 16)
-    except BlockingIOError:
-        return {}
-    return {pid: seen[1] for pid in map(int, text.split()) if (seen := _look(pid))} if text else None
+def _mark(stage: Processes) -> str:
+    return " ".join(map(str, *stage.items()))
+
+
+def _marked(mark: str) -> Processes:
+    """Processes started, not forked, by the stage or its descendants since the guard was made."""
+    wanted, found = f"{MARK}={mark}".encode(), {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):  # ended, or another user's
+            if wanted in Path("/proc", str(pid), "environ").read_bytes().split(b"\0") and (seen := _look(pid)):
+                found[pid] = seen[1]
+    return found
+
+
+def _reported() -> Processes:
+    """What has reported itself since the last call."""
+    with contextlib.suppress(BlockingIOError):
+        return {pid: seen[1] for pid in map(int, os.read(0, 1 << 16).split()) if (seen := _look(pid))}
+    return {}
 
 
 def watch(stage: Processes, others: Processes, record: Path) -> None:
@@ -159,7 +173,7 @@ def watch(stage: Processes, others: Processes, record: Path) -> None:
     me = _this_process()
     engine: Processes = {}
     while alive(stage):
-        now = family(stage | engine | (_reported() or {}))
+        now = family(stage | engine | _reported())
         now = {pid: start for pid, start in now.items() if pid not in others | me}
         if now != engine:
             engine = now
@@ -169,11 +183,10 @@ def watch(stage: Processes, others: Processes, record: Path) -> None:
                 temporary.write_text(json.dumps(facts | {"commands": {pid: _command(pid) for pid in engine}}))
                 temporary.replace(record)
         events.poll(PERIOD * 1000)
-    deadline = time.monotonic() + GRACE
-    while (reported := _reported()) is not None and time.monotonic() < deadline:  # one forked at the last moment
-        end(engine | reported)
-        time.sleep(0.05)
-    end(engine)
+    deadline = time.monotonic() + 1  # for one that was just being started
+    while time.monotonic() < deadline:
+        end(engine | _reported() | _marked(_mark(stage)))
+        time.sleep(0.1)
     record.unlink(missing_ok=True)
 
 

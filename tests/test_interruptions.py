@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from capture_for_tests import settings_for
 from conftest import REPOSITORY
 from interruptions_for_tests import (
+    CONVERSATIONS,
     EXIT_CODES,
     Stage,
     assert_nothing_left,
@@ -22,12 +24,13 @@ from interruptions_for_tests import (
     stage_02,
     stage_03,
     stage_04,
+    write_prepared,
 )
 from states_for_tests import write_states
 
 from eagle3 import artifacts, engine_guard, vllm_runtime
+from eagle3.capture import extract
 
-CONVERSATIONS = REPOSITORY / "configs" / "conversations" / "smollm2.jsonl"
 TRAINING = ["--epochs", 12, "--ttt-steps", 3, "--learning-rate", 1e-2, "--max-tokens", 128, "--val-fraction", 0.1]
 TRAINING += ["--save-every", 4]
 
@@ -91,7 +94,7 @@ def same_pipeline(one: Path, other: Path) -> None:
 def case(request: pytest.FixtureRequest, tiny_target: Path, tmp_path: Path) -> Case:
     prepared = tmp_path / "prepared"
     if request.param in ("02-transformers", "02-vllm", "03", "check"):
-        assert Stage(stage_01(tiny_target, CONVERSATIONS, prepared), tmp_path / "log").process.wait() == 0
+        write_prepared(prepared, tiny_target)
     if request.param.startswith("04"):
         write_states(tmp_path, tiny_target, count=24)
     match request.param:
@@ -135,28 +138,30 @@ def case(request: pytest.FixtureRequest, tiny_target: Path, tmp_path: Path) -> C
             return Case(lambda out: [*pipeline, "--output-dir", out], same_pipeline)
 
 
-@pytest.mark.parametrize("case", ["02-transformers"], indirect=True)
-def test_a_capture_killed_on_its_way_continues(case: Case, tmp_path: Path) -> None:
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    assert Stage(case.command(whole), tmp_path / "log").process.wait() == 0
-    stage = Stage(case.command(out), tmp_path / "log")
-    stage.wait_for(lambda: (out / "index.jsonl").exists() and (out / "index.jsonl").read_text().count("\n") > 20)
+@pytest.mark.slow
+def test_a_capture_killed_on_its_way_continues(tiny_target: Path, tmp_path: Path) -> None:
+    prepared = write_prepared(tmp_path / "prepared", tiny_target)
+    whole, out = (settings_for(tiny_target, tmp_path / name, batch_tokens=4096) for name in ("whole", "out"))
+    extract.extract(prepared, "transformers", whole)
+    stage = Stage(stage_02(tiny_target, prepared, out.output_dir, "transformers"), tmp_path / "log")
+    index = out.output_dir / "index.jsonl"
+    stage.wait_for(lambda: index.exists() and index.read_text().count("\n") > 20)
     assert stage.stop(signal.SIGKILL) == -9
-    assert not artifacts.read_manifest(out, "02")["complete"]
-    kept = {path: path.stat().st_mtime_ns for path in out.rglob("*.pt")}
-    assert Stage(case.command(out), tmp_path / "log").process.wait() == 0
-    case.compare(whole, out)
-    again = [path for path, time in kept.items() if path.stat().st_mtime_ns != time]
-    assert len(again) <= 8, "finished samples were done again"  # written but not yet in the index
+    assert not artifacts.read_manifest(out.output_dir, "02")["complete"]
+    recorded = [artifacts.sample_path(out.output_dir, index) for index in artifacts.Index(out.output_dir).samples()]
+    times = {path: path.stat().st_mtime_ns for path in recorded}
+    extract.extract(prepared, "transformers", out)
+    same_states(whole.output_dir, out.output_dir)
+    assert times == {path: path.stat().st_mtime_ns for path in recorded}, "finished samples were done again"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(vllm_runtime.version() is None, reason="vllm is not installed")
-@pytest.mark.parametrize("case", ["02-vllm"], indirect=True)
-def test_kill_9_while_vllm_loads_leaves_no_engine(case: Case, tmp_path: Path) -> None:
+def test_kill_9_while_vllm_loads_leaves_no_engine(tiny_target: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    stage = Stage(case.command(out), tmp_path / "log")
-    stage.wait_for(lambda: len(stage.family()) > 3)  # watcher, resource tracker, EngineCore
+    prepared = write_prepared(tmp_path / "prepared", tiny_target)
+    stage = Stage(stage_02(tiny_target, prepared, out, "vllm"), tmp_path / "log")
+    stage.wait_for(lambda: len(stage.family()) > 3)  # with watcher and resource tracker: EngineCore, just forked
     assert stage.stop(signal.SIGKILL) == -9  # looks after the rest of the family
     assert not list(out.glob(f"{engine_guard.PREFIX}*"))
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from capture_for_tests import settings_for
 from conftest import REPOSITORY
-from interruptions_for_tests import Stage, stage_02, stage_04
+from interruptions_for_tests import CONVERSATIONS, Stage, stage_02, stage_04, write_prepared
 from states_for_tests import write_states
 
 from eagle3 import artifacts, engine_guard, vllm_runtime
@@ -49,24 +49,13 @@ def engine(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def prepared(tiny_target: Path, chats_of_module: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small output of stage 01."""
-    from eagle3.conversations import open_dataset
-    from eagle3.prepare import prepare
-    from eagle3.target import load_tokenizer, open_target
-
-    directory = tmp_path_factory.mktemp("orchestrate") / "prepared"
-    target = open_target(str(tiny_target))
-    tokenizer = load_tokenizer(target, trust_remote_code=False)
-    prepare(
-        target, tokenizer, open_dataset(str(chats_of_module), "train"), directory, max_samples=None, max_seq_len=128
-    )
-    return directory
+    return write_prepared(tmp_path_factory.mktemp("orchestrate") / "prepared", tiny_target, chats_of_module)
 
 
 @pytest.fixture(scope="module")
 def chats_of_module(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
-    conversations = (REPOSITORY / "configs" / "conversations" / "smollm2.jsonl").read_text().splitlines(keepends=True)
-    path.write_text("".join(conversations[:40]))
+    path.write_text("".join(CONVERSATIONS.read_text().splitlines(keepends=True)[:40]))
     return path
 
 
@@ -128,6 +117,30 @@ def test_a_killed_stage_leaves_no_engine_and_nothing_else_is_touched(guarded, tm
     assert engine_guard._look(other)
     assert wait_until(lambda: not records(tmp_path))
     assert engine_guard.survivors(tmp_path) == {}
+
+
+def test_engines_started_at_the_last_moment_are_ended_too(tmp_path: Path) -> None:
+    """The watcher has not yet looked around: one process is forked, the other a new program, as vLLM does both."""
+    program = """
+import os, subprocess, sys, time
+from pathlib import Path
+from eagle3.engine_guard import EngineGuard
+guard = EngineGuard(Path(sys.argv[1]) / "engine.log")
+sleeper, quiet = [sys.executable, "-c", "import time; time.sleep(600)"], subprocess.DEVNULL
+engine = subprocess.Popen(sleeper, stdout=quiet, stderr=quiet)
+if not (forked := os.fork()):
+    os.closerange(1, 3)
+    time.sleep(600)
+print(engine.pid, forked, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    result = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, cwd=REPOSITORY)
+    pids = [int(pid) for pid in result.stdout.split()]
+    assert len(pids) == 2, result.stderr
+    try:
+        assert wait_until(lambda: not any(map(engine_guard._look, pids)))
+    finally:
+        engine_guard.end({pid: seen[1] for pid in pids if (seen := engine_guard._look(pid))})
 
 
 def test_a_failed_start_ends_what_it_started(guarded, tmp_path: Path) -> None:
