@@ -192,11 +192,13 @@ def test_random_moments(case: Case, tmp_path: Path, request: pytest.FixtureReque
         alone = name == "pipeline" and number == signal.SIGKILL  # its stage goes on to its end, and holds its lock
         code = stage.stop(number, group, alone) if not ended else stage.process.returncode
         stopped = time.monotonic() - stopped
-        again = Stage(case.command(out), log, PYTHONPATH=str(REPOSITORY)).process.wait()
-        while alone and again and "is in use by" in log.read_text().splitlines()[-3]:
+        second = tmp_path / f"out{moment}.second.log"
+        again = Stage(case.command(out), second, PYTHONPATH=str(REPOSITORY)).process.wait()
+        while alone and again and "is in use by" in second.read_text():
+            second.unlink()
             time.sleep(3)
-            again = Stage(case.command(out), log, PYTHONPATH=str(REPOSITORY)).process.wait()
-        text = log.read_text()
+            again = Stage(case.command(out), second, PYTHONPATH=str(REPOSITORY)).process.wait()
+        text = log.read_text() + second.read_text()
         with capfd.disabled():
             print(
                 f"\n  {name} {moment}: {seconds:5.1f} of {lasts:.1f} s, {signal.Signals(number).name}"
@@ -206,6 +208,5 @@ def test_random_moments(case: Case, tmp_path: Path, request: pytest.FixtureReque
             )
         assert again == 0, text
         case.compare(whole, out)
-        if not ended and code not in (0, EXIT_CODES[number]) and name != "04-two-ranks":  # the launcher has its own
-            with capfd.disabled():
-                print(f"\n    unexpected exit code {code}:\n{text[-1500:]}")
+        # the signal itself: before the handlers are set, or after the work; a launcher of ranks ends with 1
+        assert ended or code in {0, EXIT_CODES[number], -number, 1 if name == "04-two-ranks" else 0}, text
