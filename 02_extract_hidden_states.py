@@ -73,8 +73,8 @@ def main() -> None:
     if arguments.device == "cuda" and not gpus:
         raise UserError("--device cuda: no GPU is visible")
 
+    require_trust(open_target(arguments.model_path), arguments.trust_remote_code)  # before weights are fetched
     target = open_target(arguments.model_path, weights=True)
-    require_trust(target, arguments.trust_remote_code)
     layers = [*parse_aux_layers(arguments.aux_layers, target.num_layers), target.num_layers]
     extract(
         arguments.prepared_dir,

@@ -86,8 +86,8 @@ def main() -> None:
     parser.add_argument("--trust-remote-code", action="store_true")
     arguments = parser.parse_args()
     started = time.monotonic()
+    tokenizer = load_tokenizer(open_target(arguments.model_path), trust_remote_code=arguments.trust_remote_code)
     target = open_target(arguments.model_path, weights=True)
-    tokenizer = load_tokenizer(target, trust_remote_code=arguments.trust_remote_code)
     rows = [json.loads(line) for line in arguments.prompts.read_text().splitlines() if line.strip()]
     llm = vllm_runtime.load(
         target.directory,

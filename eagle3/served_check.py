@@ -97,8 +97,8 @@ def main() -> int:
 
     import torch
 
+    require_trust(open_target(arguments.model_path), arguments.trust_remote_code)  # before weights are fetched
     target = open_target(arguments.model_path, weights=True)
-    require_trust(target, arguments.trust_remote_code)
     trained = artifacts.read_manifest(arguments.draft_dir, "04")
     prepared = artifacts.read_manifest(arguments.prepared_dir, "01")
     if not trained["complete"]:

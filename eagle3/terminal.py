@@ -215,4 +215,4 @@ def cause_in(log: Path, start: int) -> str:
         file.seek(start)
         text = file.read().decode(errors="replace")
     found = re.search(r"^(?:.*\] |\(.*?\) )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", text, re.MULTILINE)
-    return found[1].strip()[:300] if found else ""
+    return found[1].strip()[:300].rstrip(".") if found else ""

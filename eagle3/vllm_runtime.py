@@ -91,7 +91,10 @@ def load(model_dir: Path, log: Path, *, dtype: str, max_model_len: int, **settin
             llm = LLM(**(arguments | settings))
     except BaseException as error:
         guard.close(failed=True)
-        if isinstance(error, UserError) and (advice := _memory_advice(str(error))):
+        if not isinstance(error, UserError):
+            raise
+        other = "" if torch.cuda.is_available() else "stage 02 can do without vLLM: --engine transformers"
+        if advice := _memory_advice(str(error)) or other:
             raise UserError(f"{error}; {advice}") from error
         raise
     llm.guard = guard
