@@ -61,22 +61,15 @@ def loaded_vllm(arguments: argparse.Namespace, target: Target, longest: int, dra
     """vLLM in this process, with the draft proposing `drafts` tokens a step, or without it when 0."""
     from vllm import SamplingParams
 
-    settings: dict[str, Any] = {}
-    if drafts:
-        settings["speculative_config"] = {
-            "method": "eagle3",
-            "model": str(arguments.draft.resolve()),
-            "num_speculative_tokens": drafts,
-        }
-    llm = vllm_runtime.load(
-        target.directory,
+    llm = served_check.load(
+        target,
         arguments.output_dir / "engine.log",
+        arguments.draft if drafts else None,
+        drafts,
         dtype=arguments.dtype,
         max_model_len=min(longest + arguments.max_new_tokens + 16, target.max_positions),
         tensor_parallel_size=arguments.tensor_parallel_size,
         trust_remote_code=arguments.trust_remote_code,
-        disable_log_stats=False,
-        **settings,
     )
     sampling = SamplingParams(temperature=0, max_tokens=arguments.max_new_tokens, detokenize=False)
 

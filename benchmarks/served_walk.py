@@ -121,13 +121,12 @@ def served(
         "dtype": "float32",
         "max_model_len": min(max(map(len, prompts)) + max_new_tokens + drafts + 16, target.max_positions),
     }
-    llm = vllm_runtime.load(target.directory, log, **settings)
+    llm = served_check.load(target, log, **settings)
     try:
         answers = answers_beyond_the_end(llm, prompts, target.end_ids, max_new_tokens, drafts)
     finally:
         vllm_runtime.shutdown(llm)
-    speculative = {"method": "eagle3", "model": str(draft.resolve()), "num_speculative_tokens": drafts}
-    llm = vllm_runtime.load(target.directory, log, speculative_config=speculative, disable_log_stats=False, **settings)
+    llm = served_check.load(target, log, draft, drafts, **settings)
     try:
         sampling = SamplingParams(temperature=0, max_tokens=max_new_tokens, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)

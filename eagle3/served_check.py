@@ -14,8 +14,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from eagle3 import artifacts, terminal, vllm_runtime
-from eagle3.target import open_target, require_trust
+from eagle3.target import Target, open_target, require_trust
 from eagle3.terminal import UserError
 
 
@@ -26,6 +28,20 @@ def prompts_of(prepared: Path, indexes: list[int]) -> list[list[int]]:
         sample = artifacts.load_tensors(artifacts.sample_path(prepared, index))
         prompts.append(sample["input_ids"][: int(sample["loss_mask"].int().argmax())].tolist())
     return prompts
+
+
+def load(target: Target, log: Path, draft: Path | None = None, drafts: int = 0, **settings: Any) -> Any:
+    """vLLM with the draft in directory `draft` proposing `drafts` tokens a step, or without one (vllm_runtime.load)."""
+    if not torch.cuda.is_available() and target.config.get("kv_lora_rank"):
+        # the CPU's MLA cache and a Llama draft's have no common block size; plain attention gives the same answers
+        os.environ.setdefault("VLLM_MLA_DISABLE", "1")
+    if draft:
+        settings["speculative_config"] = {
+            "method": "eagle3",
+            "model": str(draft.resolve()),
+            "num_speculative_tokens": drafts,
+        }
+    return vllm_runtime.load(target.directory, log, disable_log_stats=False, **settings)
 
 
 def generate(
@@ -95,8 +111,6 @@ def main() -> int:
     if vllm_runtime.version() is None:
         raise UserError("the served check needs vLLM, which this environment lacks; run it where vLLM is installed")
 
-    import torch
-
     require_trust(open_target(arguments.model_path), arguments.trust_remote_code)  # before weights are fetched
     target = open_target(arguments.model_path, weights=True)
     trained = artifacts.read_manifest(arguments.draft_dir, "04")
@@ -111,9 +125,6 @@ def main() -> int:
     prompts = prompts_of(arguments.prepared_dir, trained["held_out"][: arguments.max_prompts])
 
     on_cpu = not torch.cuda.is_available()
-    if on_cpu and target.config.get("kv_lora_rank"):
-        # the CPU's MLA cache and the draft's have no common block size; plain attention gives the same answers
-        os.environ.setdefault("VLLM_MLA_DISABLE", "1")
     dtype = "float32" if on_cpu else "bfloat16"
     log = arguments.draft_dir / "served_check.log"
     settings = {
@@ -123,17 +134,13 @@ def main() -> int:
         "gpu_memory_utilization": arguments.gpu_memory_utilization,
         "tensor_parallel_size": arguments.tensor_parallel_size or max(1, torch.cuda.device_count()),
     }
-    plain = vllm_runtime.load(target.directory, log, **settings)
+    plain = load(target, log, **settings)
     try:
         expected, plain_seconds = generate(plain, prompts, arguments.max_new_tokens, "without the draft")
     finally:
         vllm_runtime.shutdown(plain)
-    draft = {
-        "method": "eagle3",
-        "model": str(arguments.draft_dir / "export"),
-        "num_speculative_tokens": arguments.num_speculative_tokens,
-    }
-    drafting = vllm_runtime.load(target.directory, log, speculative_config=draft, disable_log_stats=False, **settings)
+    export = arguments.draft_dir / "export"
+    drafting = load(target, log, export, arguments.num_speculative_tokens, **settings)
     try:
         written, draft_seconds = generate(drafting, prompts, arguments.max_new_tokens, "with the draft")
         counts = counters(drafting)

@@ -92,18 +92,8 @@ def test_vllm_drafts_the_same_from_the_speculators_layout(
     tensors = export_tensors(read_export(out / "draft" / "export", config), vocab)
     write_speculators(tmp_path / "export-speculators", tensors, config, target, 3, "card")
     held_out = artifacts.read_manifest(out / "draft", "04")["held_out"]
-    llm = vllm_runtime.load(
-        smollm2,
-        tmp_path / "log",
-        dtype="float32",
-        max_model_len=512,
-        disable_log_stats=False,
-        speculative_config={
-            "method": "eagle3",
-            "model": str(tmp_path / "export-speculators"),
-            "num_speculative_tokens": 3,
-        },
-    )
+    export = tmp_path / "export-speculators"
+    llm = served_check.load(target, tmp_path / "log", export, 3, dtype="float32", max_model_len=512)
     try:
         served_check.generate(llm, served_check.prompts_of(out / "prepared", held_out), 64, "speculators' layout")
         counted = served_check.counters(llm).report()
