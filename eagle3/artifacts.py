@@ -382,14 +382,16 @@ def directory_lock(directory: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(me)
         file.flush()
+        _remove_stale_temporaries(directory)
         try:
             yield
         finally:
             file.truncate(0)
 
 
-def remove_stale_temporaries(directory: Path) -> None:
-    """Delete temporary files that a killed writer left; call it while holding the directory's lock."""
-    for pattern in (".*.tmp", "samples/*/.*.tmp"):
+def _remove_stale_temporaries(directory: Path) -> None:
+    """Delete the temporary files of atomic_file that a killed writer left. Only the lock's holder writes here."""
+    for pattern in (".*.tmp", "samples/*/.*.tmp", "checkpoints/.*.tmp"):
         for path in directory.glob(pattern):
-            path.unlink(missing_ok=True)
+            if path.is_file():
+                path.unlink()

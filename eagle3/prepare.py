@@ -234,7 +234,6 @@ def prepare(
             return None
         counts = TokenCounts(directory, target.vocab_size, progress.samples, counted)
         artifacts.write_manifest(directory, STAGE, fingerprint, **facts, complete=False)
-        artifacts.remove_stale_temporaries(directory)
         for index in range(progress.samples, progress.samples + MOST_PENDING + 1):
             sample_path(directory, index).unlink(missing_ok=True)  # written by a killed run that did not get to say so
         run = _Run(directory, Masker(tokenizer, end_ids), counts, progress, max_samples, max_seq_len)

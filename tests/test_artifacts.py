@@ -98,3 +98,15 @@ def test_a_second_process_is_refused_with_the_holder_and_a_dead_one_is_not_in_th
     (tmp_path / ".lock").write_text("another-host pid 5")
     with pytest.raises(UserError, match="locked by another-host pid 5"), artifacts.directory_lock(tmp_path):
         pass
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_lock(tmp_path: Path) -> None:
+    left = [
+        tmp_path / name for name in (".manifest.json.1.tmp", "samples/00000/.x.pt.1.tmp", "checkpoints/.latest.1.tmp")
+    ]
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("half")
+    (tmp_path / ".export.tmp").mkdir()  # of a writer that removes its own
+    with artifacts.directory_lock(tmp_path):
+        assert not any(path.exists() for path in left) and (tmp_path / ".export.tmp").is_dir()

@@ -78,7 +78,6 @@ def extract(prepared_dir: Path, engine_name: str, settings: EngineSettings) -> N
         "engine_version": version,
     }
     with artifacts.directory_lock(output_dir):
-        artifacts.remove_stale_temporaries(output_dir)
         vllm_engine.remove_staging(output_dir)
         earlier = _read_earlier(output_dir, fingerprint)
         todo = _unfinished(samples, settings, settle_failed=bool(earlier.get("complete")))
