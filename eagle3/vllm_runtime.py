@@ -99,7 +99,7 @@ def load(model_dir: Path, log: Path, *, dtype: str, max_model_len: int, **settin
         raise
     llm.guard = guard
     for handler in logging.getLogger("vllm").handlers:  # what vLLM logs in this process from now on
-        if isinstance(handler, logging.StreamHandler):
+        if type(handler) is logging.StreamHandler:  # vLLM's own, no subclass of somebody else's
             handler.setStream(open(log, "a"))  # noqa: SIM115
     return llm
 
