@@ -8,7 +8,8 @@ used are skipped and counted by reason. Needs no GPU and not the target's weight
 Input:   a hub dataset, or local .json, .jsonl or .parquet files, with ShareGPT rows
          {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
          or chat rows {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-Output:  OUTPUT_DIR/samples/*/*.pt (input_ids, loss_mask), token_freq.pt, index.jsonl, manifest.json
+Output:  OUTPUT_DIR/samples/*/*.pt (input_ids, loss_mask), token_freq.pt, token_freq_by_source.pt, index.jsonl,
+         manifest.json
 Rerun:   the same command continues where it stopped; with a larger --max-samples it adds samples.
 
 Example:

@@ -23,14 +23,13 @@ from eagle3.masking import Masker
 from eagle3.model_files import tokenizer_hash
 from eagle3.target import Target
 from eagle3.terminal import UserError
+from eagle3.token_counts import TokenCounts, load_by_source
 
 STAGE = "01"
 MAX_SEQ_LEN = 2048  # where the user does not say
 WRITERS = 8  # a sync takes milliseconds, and syncs at the same time share one commit of the file system
 MOST_PENDING = 64  # samples written but not yet in the index
 CHECKPOINT_EVERY = 20_000  # samples between two saves of the counts, which a resumed run need not count again
-
-COPY = {"counts": ((torch.int64,), 1), "samples": ((torch.int64,), 0)}  # of the counts, as artifacts.PREPARED
 
 Place = tuple[str, int]  # source and row number
 
@@ -104,41 +103,6 @@ def read_progress(directory: Path) -> Progress:
             progress.totals.add_row(records)
             progress.whole += records
     return progress
-
-
-class TokenCounts:
-    """Occurrences of each id at supervised positions, int64 [V], with a copy on disk for a run that is interrupted.
-
-    `covered` is the number of samples, from the first on, that the copy counts.
-    """
-
-    def __init__(self, directory: Path, vocab_size: int, samples: int, finished: torch.Tensor | None) -> None:
-        """Start from the counts of a finished run, else from the copy, else from nothing.
-
-        `samples` is the number that the index has.
-        """
-        self.path, self.copy = directory / "token_freq.pt", directory / "token_freq.partial.pt"
-        self.values, self.covered = torch.zeros(vocab_size, dtype=torch.int64), 0  # [V]
-        if finished is not None:
-            self.values, self.covered = finished, samples
-        elif self.copy.exists():
-            with suppress(UserError):  # damaged: the samples are counted again
-                saved = artifacts.load_fields(self.copy, COPY, STAGE)
-                # more samples: the index lost its end in a power cut
-                if saved["counts"].shape == self.values.shape and saved["samples"] <= samples:
-                    self.values, self.covered = saved["counts"].clone(), int(saved["samples"])
-
-    def add(self, index: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Count sample `index`, unless the copy that this run began with has it."""
-        if index >= self.covered:
-            ids = tensors["input_ids"][tensors["loss_mask"]].long()  # [S]
-            self.values.index_add_(0, ids, torch.ones_like(ids))
-
-    def save_copy(self, samples: int) -> None:
-        artifacts.save_tensors(self.copy, {"counts": self.values, "samples": torch.tensor(samples)})
-
-    def finish(self) -> None:
-        artifacts.save_tensors(self.path, self.values)
 
 
 class SampleWriter:
@@ -225,7 +189,8 @@ def prepare(
         counted = None
         if complete and manifest["samples"] == progress.samples:
             with suppress(UserError):  # missing or damaged: the samples are counted again
-                counted = artifacts.load_counts(directory, target.vocab_size, manifest["supervised"])
+                total = artifacts.load_counts(directory, target.vocab_size, manifest["supervised"])
+                counted = load_by_source(directory, total)
         if enough and not progress.damaged and counted is not None:
             terminal.say(
                 f"{directory} is finished: {manifest['samples']:,} samples, {manifest['tokens']:,} tokens, "
@@ -274,7 +239,8 @@ class _Run:
         counts, redo, furthest = self.counts, self.progress.redo, self.progress.furthest
         for record in self.progress.whole:
             if record["index"] >= counts.covered:
-                counts.add(record["index"], _load_or_remove(self.directory, record, len(counts.values)))
+                tensors = _load_or_remove(self.directory, record, counts.vocab_size)
+                counts.add(record["index"], record["source"], tensors)
         done, saved, passed, exhausted = self.progress.samples, counts.covered, furthest is None, True
         with (
             Index(self.directory).appending() as index_writer,
@@ -325,7 +291,7 @@ class _Run:
                 "loss_mask": torch.tensor(sample.mask, dtype=torch.bool),  # [T]
             }
             record = {"index": index, "tokens": len(sample.ids), "supervised": sum(sample.mask), **common}
-            self.counts.add(index, tensors)
+            self.counts.add(index, row.source, tensors)
             writer.add(record, tensors)
             records.append(record)
         self.progress.totals.add_row(records)

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3 import artifacts, prepare
+from eagle3 import artifacts, prepare, token_counts
 from eagle3.artifacts import Index, load_tensors, sample_path
 from eagle3.conversations import open_dataset
 from eagle3.masking import Masker
 from eagle3.target import load_tokenizer, open_target
 from eagle3.terminal import UserError
+from eagle3.vocab_map import write_vocab_map
 from tests import tokenizers_for_tests as kit
 
 
@@ -56,6 +57,15 @@ def write_chats(path: Path, count: int) -> Path:
     return path
 
 
+def write_folder(path: Path, counts: list[int]) -> Path:
+    """A folder of files with so many rows each; every answer differs from those of the other files."""
+    path.mkdir()
+    for number, count in enumerate(counts):
+        file = write_chats(path / f"{chr(ord('a') + number)}.jsonl", count)
+        file.write_text(file.read_text().replace("It is", "That is " + "very " * number))
+    return path
+
+
 def test_artifacts(run, target, tokenizer, chats, tmp_path):
     totals = run(chats)
     out = tmp_path / "out"
@@ -72,6 +82,8 @@ def test_artifacts(run, target, tokenizer, chats, tmp_path):
         assert record["status"] == "done" and record["source"] == "chats.jsonl"
         counts += torch.bincount(sample["input_ids"][sample["loss_mask"]], minlength=target.vocab_size)
     assert torch.equal(load_tensors(out / "token_freq.pt"), counts)
+    ids = counts.nonzero().flatten()
+    assert torch.equal(load_tensors(out / "token_freq_by_source.pt")["chats.jsonl"], torch.stack([ids, counts[ids]]))
     assert counts[2] == 18  # one end token for each answer of the fixture
     facts = manifest(out)
     assert facts["complete"] and facts["exhausted"] and facts["samples"] == totals.samples == 12
@@ -84,7 +96,7 @@ def test_artifacts(run, target, tokenizer, chats, tmp_path):
     assert tokenizer.decode(first["input_ids"][first["loss_mask"]]) == (
         "1 plus 1 is 2, which is an even number.<|im_end|>Doubled, that makes 4.<|im_end|>"
     )
-    assert [path.name for path in out.iterdir() if path.suffix == ".pt"] == ["token_freq.pt"]
+    assert sorted(path.name for path in out.glob("*.pt")) == ["token_freq.pt", "token_freq_by_source.pt"]
 
 
 def test_added_tokens_are_forced(smollm2):
@@ -92,6 +104,18 @@ def test_added_tokens_are_forced(smollm2):
     forced = prepare.forced_ids(tokenizer, [2, 60_000])
     assert {2, *tokenizer.convert_tokens_to_ids(["<think>", "</think>"])} < set(forced)
     assert max(forced) < len(tokenizer)
+
+
+def test_every_end_id_of_a_list_is_forced(run, smollm2, tmp_path):
+    model = Path(shutil.copytree(smollm2, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 40_000]}))
+    run(write_chats(tmp_path / "chats.jsonl", 3), target=open_target(str(model)))
+    facts = manifest(tmp_path / "out")
+    assert facts["end_ids"] == [2, 40_000] and {2, 40_000} < set(facts["forced_ids"])
+    assert load_tensors(tmp_path / "out" / "token_freq.pt")[40_000] == 0
+    result = write_vocab_map(tmp_path / "out", tmp_path / "map", len(facts["forced_ids"]) + 3)
+    assert result.t2d[[2, 40_000]].all() and result.filled == 0  # fewer than the used ones
+    assert 0 < result.coverage < 1
 
 
 def test_bad_rows_are_counted_and_their_neighbours_kept(run, tmp_path):
@@ -184,7 +208,8 @@ def killed_after(monkeypatch):
 @pytest.mark.parametrize("copies", [3, 1_000])
 def test_resume_after_a_kill(run, killed_after, tmp_path, monkeypatch, copies):
     monkeypatch.setattr(prepare, "CHECKPOINT_EVERY", copies)
-    chats = write_chats(tmp_path / "chats.jsonl", 40)
+    monkeypatch.setattr(token_counts, "MERGE_EVERY", 100)
+    chats = write_folder(tmp_path / "chats", [15, 1, 24])
     run(chats, "unbroken")
     for count in (17, 0, 5):  # three kills, one of them at once
         revive = killed_after(count)
@@ -271,8 +296,73 @@ def test_missing_and_damaged_samples_are_made_again(run, tmp_path, capsys, damag
     assert totals.samples == 12 and manifest(out)["complete"]
     assert content(out) == before
     assert run(chats) is None
+
+
+def test_counts_by_source(run, target, tmp_path):
+    out = tmp_path / "out"
+    chats = write_folder(tmp_path / "chats", [1, 3, 2])
+    run(chats)
+    by_source = load_tensors(out / "token_freq_by_source.pt")
+    assert list(by_source) == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    expected = {source: torch.zeros(target.vocab_size, dtype=torch.int64) for source in by_source}
+    for record in Index(out).read():
+        sample = load_tensors(sample_path(out, record["index"]))
+        ids = sample["input_ids"][sample["loss_mask"]]
+        expected[record["source"]] += torch.bincount(ids, minlength=target.vocab_size)
+    for source, (ids, counts) in by_source.items():
+        assert torch.equal(ids, expected[source].nonzero().flatten()) and torch.equal(counts, expected[source][ids])
+    assert torch.equal(sum(expected.values()), load_tensors(out / "token_freq.pt"))
+    before = content(out)
+    sample_path(out, 0).unlink()  # all of the first file: it is now the last that is counted
     (out / "token_freq.pt").unlink()
-    assert run(chats).samples == 12 and content(out) == before
+    run(chats)
+    assert content(out) == before
+
+
+def unordered(by_source):
+    return {"a.jsonl": by_source["a.jsonl"].flip(1)}
+
+
+def another_source_total(by_source):
+    return by_source | {"b.jsonl": by_source["b.jsonl"] + torch.tensor([[0], [1]])}
+
+
+DAMAGES = {
+    "missing": None,  # as in a directory that an earlier program prepared
+    "list": lambda by_source: list(by_source.values()),
+    "dense": lambda by_source: {source: pairs[1] for source, pairs in by_source.items()},
+    "int32": lambda by_source: {source: pairs.int() for source, pairs in by_source.items()},
+    "outside": lambda by_source: by_source | {"c.jsonl": torch.tensor([[49152], [1]])},
+    "negative id": lambda by_source: by_source | {"c.jsonl": torch.tensor([[-1], [1]])},
+    "negative": lambda by_source: {source: pairs * torch.tensor([[1], [-1]]) for source, pairs in by_source.items()},
+    "unordered": unordered,
+    "other total": another_source_total,
+    "source missing": lambda by_source: {"a.jsonl": by_source["a.jsonl"]},
+}
+
+
+def test_damaged_counts_by_source_are_refused_by_03_and_counted_again(run, tmp_path):
+    chats, out = write_folder(tmp_path / "chats", [3, 2]), tmp_path / "out"
+    run(chats)
+    before, path = content(out), out / "token_freq_by_source.pt"
+    whole = {source: pairs.clone() for source, pairs in load_tensors(path).items()}
+    for name, damage in DAMAGES.items():
+        path.unlink()
+        if damage:
+            artifacts.save_tensors(path, damage(whole))
+        remedy = "(run the command of|delete it and rerun) stage 01"
+        with pytest.raises(
+            UserError, match=rf"{path} (is missing|is damaged|does not add up to token_freq\.pt).*{remedy}"
+        ):
+            write_vocab_map(out, tmp_path / "map", 64)
+        if name in ("missing", "list", "other total"):
+            # with a damaged copy of an interrupted run as well
+            artifacts.save_tensors(out / "token_freq.partial.pt", {"samples": torch.tensor(2), "by_source": [name]})
+            assert run(chats).samples == 5 and content(out) == before, name
+            assert run(chats) is None
+    run(chats)
+    (out / "token_freq.pt").unlink()
+    assert run(chats).samples == 5 and content(out) == before
 
 
 def test_more_and_fewer_samples(run, tmp_path):
