@@ -6,6 +6,7 @@ reason). `conversation` is a digest of the row's text, so duplicates and all sam
 later stage splits by it.
 """
 
+import re
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -30,6 +31,8 @@ MAX_SEQ_LEN = 2048  # where the user does not say
 WRITERS = 8  # a sync takes milliseconds, and syncs at the same time share one commit of the file system
 MOST_PENDING = 64  # samples written but not yet in the index
 CHECKPOINT_EVERY = 20_000  # samples between two saves of the counts, which a resumed run need not count again
+
+MARKER = re.compile(r"<[^<>\s]+>|\[/?[A-Z][A-Z_]*\]")  # in a chat template: <think>, <|im_end|>, [TOOL_CALLS]
 
 Place = tuple[str, int]  # source and row number
 
@@ -164,7 +167,7 @@ def prepare(
     facts = {
         "max_samples": max_samples,
         "vocab_size": target.vocab_size,
-        "tokenizer_size": len(tokenizer),
+        "tokenizer_size": tokenizer_size(tokenizer),
         "end_ids": end_ids,
         "forced_ids": forced_ids(tokenizer, end_ids),
     }
@@ -323,7 +326,21 @@ def _nothing_usable(dataset: str, totals: Totals) -> str:
     )
 
 
+def tokenizer_size(tokenizer: Any) -> int:
+    """One more than the largest id: len() counts ids, and some tokenizers have gaps between them."""
+    return 1 + max((tokenizer.get_vocab() | tokenizer.get_added_vocab()).values())
+
+
 def forced_ids(tokenizer: Any, end_ids: list[int]) -> list[int]:
-    """Ids that must be in the draft vocabulary: end ids and all special and added tokens (roles, tools, thinking)."""
+    """Ids that must be in the draft vocabulary: end ids and all special and added tokens (roles, tools, thinking).
+
+    Some tokenizers have such a token as an ordinary one: what the chat template writes like a marker (<think>, [INST])
+    and the vocabulary has as one token is taken too.
+    """
     ids = {*end_ids, *tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-    return sorted(token for token in ids if token < len(tokenizer))
+    templates = tokenizer.chat_template or ""
+    vocabulary = tokenizer.get_vocab()
+    for template in templates.values() if isinstance(templates, dict) else [templates]:
+        ids |= {vocabulary[marker] for marker in MARKER.findall(template) if marker in vocabulary}
+    size = tokenizer_size(tokenizer)
+    return sorted(token for token in ids if token < size)

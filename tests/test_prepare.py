@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from eagle3 import artifacts, prepare, token_counts
 from eagle3.artifacts import Index, load_tensors, sample_path
@@ -104,6 +106,17 @@ def test_added_tokens_are_forced(smollm2):
     forced = prepare.forced_ids(tokenizer, [2, 60_000])
     assert {2, *tokenizer.convert_tokens_to_ids(["<think>", "</think>"])} < set(forced)
     assert max(forced) < len(tokenizer)
+
+
+def test_markers_that_are_ordinary_tokens_are_forced():
+    """A tokenizer may have think and role tokens in its vocabulary without saying that they are added or special."""
+    words = {"x": 0, "<think>": 1, "</think>": 2, "[INST]": 3, "<div>": 4, "[0]": 5, "<|user|>": 6, "</s>": 90}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "x")), eos_token="</s>")
+    tokenizer.chat_template = "[INST] <|user|>{{ messages[0]['content'] }}[/INST]<think>{{ reasoning }}</think>"
+    assert prepare.forced_ids(tokenizer, [90, 95]) == [1, 2, 3, 6, 90]
+    assert prepare.tokenizer_size(tokenizer) == 91 > len(tokenizer)  # its ids have a gap
+    tokenizer.chat_template = {"default": "<think>", "tool_use": "[INST]"}
+    assert prepare.forced_ids(tokenizer, [90]) == [1, 3, 90]
 
 
 def test_every_end_id_of_a_list_is_forced(run, smollm2, tmp_path):
