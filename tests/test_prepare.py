@@ -332,10 +332,6 @@ def test_counts_by_source(run, target, tmp_path):
     assert content(out) == before
 
 
-def unordered(by_source):
-    return {"a.jsonl": by_source["a.jsonl"].flip(1)}
-
-
 def another_source_total(by_source):
     return by_source | {"b.jsonl": by_source["b.jsonl"] + torch.tensor([[0], [1]])}
 
@@ -348,7 +344,7 @@ DAMAGES = {
     "outside": lambda by_source: by_source | {"c.jsonl": torch.tensor([[49152], [1]])},
     "negative id": lambda by_source: by_source | {"c.jsonl": torch.tensor([[-1], [1]])},
     "negative": lambda by_source: {source: pairs * torch.tensor([[1], [-1]]) for source, pairs in by_source.items()},
-    "unordered": unordered,
+    "unordered": lambda by_source: {source: pairs.flip(1) for source, pairs in by_source.items()},
     "other total": another_source_total,
     "source missing": lambda by_source: {"a.jsonl": by_source["a.jsonl"]},
 }

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib import image
+from matplotlib.figure import Figure
 
 from eagle3 import artifacts, coverage
 from eagle3.artifacts import load_tensors
@@ -262,32 +263,38 @@ def test_other_sizes_take_seconds_and_stage_01_alone(prepared, tmp_path):
 # ------------------------------------------------------------------------------------------------ coverage
 
 
-def test_the_table_and_the_figure(prepared, tmp_path):
+@pytest.mark.filterwarnings("error")
+def test_the_table_and_the_figure(prepared, tmp_path, monkeypatch):
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
     counts = torch.zeros(20_000, dtype=torch.int64)
     counts[:10_000] = 1
-    by_source = {"_a $x$ é\n.jsonl": pairs(counts[:9000]), "b" * 40: pairs(counts)}
+    by_source = {"_a $x_$ é\n.jsonl": pairs(counts[:9000]), "b" * 40: pairs(counts)}
     by_source["b" * 40] = by_source["b" * 40][:, 9000:]
     directory = prepared(counts, (), vocab_size=20_000, tokenizer_size=20_000, by_source=by_source)
     result = write_vocab_map(directory, tmp_path / "map", 5000)
     assert result.by_size.lines() == [
         "ids in the draft vocabulary       tokens   4,096  5,000*   8,192   16,384",
         "all                               10,000  40.96%  50.00%  81.92%  100.00%",
-        "_a $x$ é?.jsonl                    9,000  45.51%  55.56%  91.02%  100.00%",
+        "_a $x_$ é?.jsonl                   9,000  45.51%  55.56%  91.02%  100.00%",
         "bbbbbbbbbbbbbbb…bbbbbbbbbbbbbbbb   1,000   0.00%   0.00%   0.00%  100.00%",
     ]
     facts = artifacts.read_manifest(tmp_path / "map", "03")["coverage_by_size"]
     assert facts["sizes"] == [4096, 5000, 8192, 16384] and facts["rows"][1] == {
-        "name": "_a $x$ é\n.jsonl",
+        "name": "_a $x_$ é\n.jsonl",
         "tokens": 9000,
         "shares": [4096 / 9000, 5000 / 9000, 8192 / 9000, 1.0],
     }
     picture = tmp_path / "map" / "coverage.png"
+    legend = [text.get_text().strip() for text in figures[0].legends[0].get_texts()]
+    assert legend == ["all", r"_a \$x_\$ é?.jsonl", "b" * 15 + "…" + "b" * 16, "chosen: 5,000"]
     drawn = image.imread(picture)  # [480, 960, 4]
     assert drawn.shape == (480, 960, 4)
     assert (drawn[..., :3].max(-1) - drawn[..., :3].min(-1) > 0.3).sum() > 200  # coloured lines of the sources
     write_vocab_map(directory, tmp_path / "map", 20_000)  # the identity; smaller ones are still shown
     assert artifacts.read_manifest(tmp_path / "map", "03")["coverage_by_size"]["sizes"] == [4096, 8192, 16384]
     assert picture.exists()
+    (tmp_path / "map" / "..coverage.new.1.tmp").touch()  # of a killed run
     write_vocab_map(prepared(), tmp_path / "map", 100)
     assert not picture.exists()  # no size is below that of the target
     assert sorted(path.name for path in (tmp_path / "map").iterdir()) == [".lock", "manifest.json", "vocab_map.pt"]
