@@ -253,11 +253,11 @@ def test_other_sizes_take_seconds_and_stage_01_alone(prepared, tmp_path):
     for size in (8_000, 32_000, 64_000):
         started = time.monotonic()
         result = write_vocab_map(directory, tmp_path / "map", size)
-        assert time.monotonic() - started < 10  # measured: 0.5 s
+        assert time.monotonic() - started < 10  # measured: 0.5 s the first time, then 0.2 s
         assert result.size == size and result.by_size.rows[0].tokens == counts.sum()
     started = time.monotonic()
     build_vocab_map(counts, list(range(163_584, 163_840)), vocab_size, 32_000, by_source)
-    assert time.monotonic() - started < 5  # measured: 0.1 s
+    assert time.monotonic() - started < 5  # measured: 0.03 s
 
 
 # ------------------------------------------------------------------------------------------------ coverage
