@@ -91,7 +91,6 @@ def write_vocab_map(
     result = build_vocab_map(counts, forced_ids, tokenizer_size, draft_vocab_size, by_source)
     with artifacts.directory_lock(directory):
         artifacts.read_manifest(directory, STAGE, missing_ok=True)  # refuses the directory of another stage
-        artifacts.remove_stale_temporaries(directory)
         new, figure = directory / ".vocab_map.new", directory / ".coverage.new"  # whole before the earlier ones go
         artifacts.save_tensors(new, {"d2t": result.d2t, "t2d": result.t2d})
         if result.by_size.sizes:
