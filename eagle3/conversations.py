@@ -55,6 +55,7 @@ class Conversation:
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
+    origin: str | None = None  # the dataset that a blend names in its "source" column
 
     @property
     def trailing(self) -> int:
@@ -256,7 +257,8 @@ def parse_row(row: Row) -> Conversation:
         raise SkipRow("conversation starts with the assistant")
     if not any(message["role"] == "assistant" for message in messages):
         raise SkipRow("no assistant turn")
-    return Conversation(messages, _tools(value.get("tools")))
+    origin = value.get("source")
+    return Conversation(messages, _tools(value.get("tools")), origin if isinstance(origin, str) and origin else None)
 
 
 def _message(message: Any) -> dict[str, Any]:

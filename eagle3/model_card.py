@@ -34,7 +34,10 @@ def model_card(
         lines = [
             f"- acceptance length tau (greedy walk, {steps} drafts): **{report['tau']}**, "
             f"over {report['walk_starts']} starts",
+            f"- tau by number of drafts, 1 to {steps}: {report['tau_by_drafts']}",
             f"- acceptance by position: {report['acceptance_by_position']}",
+            f"- expected when sampling at temperature 1, an estimate: {report['tau_sampled_estimate_by_drafts']}",
+            f"- steps that end at a token outside the draft vocabulary: {report['lost_to_vocabulary']:.1%}",
             f"- accuracy by TTT step: {report['accuracy_by_step']}",
             f"- plain mean over positions (not what a server counts): {report['tau_plain_mean']}",
         ]
@@ -60,7 +63,8 @@ id i enters layer i), {config.draft_vocab_size} of {config.vocab_size} vocabular
 
 {chr(10).join(f"- {source}" for source in sources)}
 
-Embedding and the start of lm_head are rows of the target: its licence applies to them.
+Their licences are not recorded here: look where each came from. Embedding and the start of lm_head are rows of the
+target: its licence applies to them.
 
 ## Serving
 

@@ -1,9 +1,10 @@
 """Stage 01: conversations to samples, with an index to resume from and the counts that stage 03 needs.
 
-A record of the index is one sample (index, tokens, supervised, conversation, row, source, status done, bytes of its
-file, trimmed: messages left out after the last answer) or one row without samples (row, source, status skipped,
-reason). `conversation` is a digest of the row's text, so duplicates and all samples of one row fall on one side when a
-later stage splits by it.
+A record of the index is one sample (index, tokens, supervised, conversation, row, source, dataset, status done, bytes
+of its file, trimmed: messages left out after the last answer) or one row without samples (row, source, status skipped,
+reason). `source` is the file or hub dataset that was read, `dataset` what a blend says the row is from, else the same.
+`conversation` is a digest of the row's text, so duplicates and all samples of one row fall on one side when a later
+stage splits by it.
 """
 
 import re
@@ -243,7 +244,7 @@ class _Run:
         for record in self.progress.whole:
             if record["index"] >= counts.covered:
                 tensors = _load_or_remove(self.directory, record, counts.vocab_size)
-                counts.add(record["index"], record["source"], tensors)
+                counts.add(record["index"], record["dataset"], tensors)
         done, saved, passed, exhausted = self.progress.samples, counts.covered, furthest is None, True
         with (
             Index(self.directory).appending() as index_writer,
@@ -282,7 +283,8 @@ class _Run:
             self.progress.totals.add_skipped(record)
             writer.add(record)
             return 0
-        common = {"conversation": conversation.digest, **place, "status": "done"}
+        dataset = conversation.origin or row.source
+        common = {"conversation": conversation.digest, **place, "dataset": dataset, "status": "done"}
         if conversation.trailing:
             common["trimmed"] = conversation.trailing
         if self.max_samples is not None:
@@ -294,7 +296,7 @@ class _Run:
                 "loss_mask": torch.tensor(sample.mask, dtype=torch.bool),  # [T]
             }
             record = {"index": index, "tokens": len(sample.ids), "supervised": sum(sample.mask), **common}
-            self.counts.add(index, row.source, tensors)
+            self.counts.add(index, dataset, tensors)
             writer.add(record, tensors)
             records.append(record)
         self.progress.totals.add_row(records)

@@ -35,8 +35,8 @@ def write_prepared(directory: Path, model: Path, prompts: list[list[int]], **man
             mask = torch.arange(len(prompt)) >= len(prompt) // 2
             tensors = {"input_ids": torch.tensor(prompt, dtype=torch.int32), "loss_mask": mask}
             size = artifacts.save_tensors(artifacts.sample_path(directory, i), tensors)
-            facts = {"tokens": len(prompt), "supervised": int(mask.sum()), "source": "test", "conversation": i}
-            index.add(index=i, **facts, bytes=size, status="done")
+            facts = {"tokens": len(prompt), "supervised": int(mask.sum()), "conversation": i}
+            index.add(index=i, **facts, source="test", dataset="test", bytes=size, status="done")
     fingerprint = {"target": open_target(str(model)).config_hash, "tokenizer": tokenizer_hash(model)}
     artifacts.write_manifest(directory, "01", fingerprint, **({"complete": True, "samples": len(prompts)} | manifest))
     return directory

@@ -40,6 +40,7 @@ def write_states(directory: Path, model: Path, count: int = 12, draft_vocab_size
                 tokens=tokens,
                 supervised=int(mask.sum()),
                 source="made for tests",
+                dataset="made for tests",
                 conversation=f"made:{number}",
                 bytes=size,
                 status="done",

@@ -239,6 +239,7 @@ def test_stage_writes_states_in_the_agreed_layout(prepared, settings, tiny_targe
         "tokens": 120,
         "supervised": 60,
         "source": "test",
+        "dataset": "test",
         "conversation": 2,
         "bytes": 0,
         "status": "done",

@@ -311,6 +311,19 @@ def test_missing_and_damaged_samples_are_made_again(run, tmp_path, capsys, damag
     assert run(chats) is None
 
 
+def test_a_blend_is_counted_by_what_its_rows_are_from(run, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "an answer"}]} | extra
+        for n, extra in enumerate([{"source": "math"}, {"source": "code"}, {"source": 3}, {}, {"source": "math"}])
+    ]
+    path = tmp_path / "blend.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(path)
+    names = [record["dataset"] for record in Index(tmp_path / "out").read()]
+    assert names == ["math", "code", "blend.jsonl", "blend.jsonl", "math"]
+    assert list(load_tensors(tmp_path / "out" / "token_freq_by_source.pt")) == ["blend.jsonl", "code", "math"]
+
+
 def test_counts_by_source(run, target, tmp_path):
     out = tmp_path / "out"
     chats = write_folder(tmp_path / "chats", [1, 3, 2])

@@ -25,7 +25,7 @@ from eagle3.terminal import UserError
 WRITERS = 4  # threads that check and write: the copy is memory bound, the rest waits for the disk
 MAX_FAILED = 0.1  # of the samples attempted; more means that the engine, not a sample, is at fault
 FILE_OVERHEAD = 2500  # bytes a `.pt` of four tensors takes besides their content
-CARRIED_FIELDS = ("tokens", "supervised", "source", "conversation")  # of stage 01's records
+CARRIED_FIELDS = ("tokens", "supervised", "source", "dataset", "conversation")  # of stage 01's records
 
 
 @dataclass

@@ -38,7 +38,7 @@ class Inputs:
 
     def sources(self) -> list[str]:
         """Names of the data sources, in order of size."""
-        names = [record["source"] for record in self.records]
+        names = [record["dataset"] for record in self.records]
         return sorted(set(names), key=lambda name: (-names.count(name), name))
 
 
