@@ -23,7 +23,7 @@ from eagle3.artifacts import Index, IndexWriter, sample_path
 from eagle3.conversations import HubDataset, LocalFiles, Row, SkipRow, parse_row
 from eagle3.masking import Masker
 from eagle3.model_files import tokenizer_hash
-from eagle3.target import Target
+from eagle3.target import Target, tokenizer_size
 from eagle3.terminal import UserError
 from eagle3.token_counts import TokenCounts, load_by_source
 
@@ -326,11 +326,6 @@ def _nothing_usable(dataset: str, totals: Totals) -> str:
         f"no usable conversation in {dataset}: {reasons or 'no rows'}{advice}; a row is "
         '{"messages": [{"role", "content"}]} or {"conversations": [{"from", "value"}]}'
     )
-
-
-def tokenizer_size(tokenizer: Any) -> int:
-    """One more than the largest id: len() counts ids, and some tokenizers have gaps between them."""
-    return 1 + max((tokenizer.get_vocab() | tokenizer.get_added_vocab()).values())
 
 
 def forced_ids(tokenizer: Any, end_ids: list[int]) -> list[int]:

@@ -202,12 +202,17 @@ def load_tokenizer(target: Target, *, trust_remote_code: bool) -> Any:
         raise UserError(
             f"the tokenizer of {target.directory} has no chat template; put the model's chat_template.jinja there"
         )
-    if len(tokenizer) > target.vocab_size:
+    if (size := tokenizer_size(tokenizer)) > target.vocab_size:
         raise UserError(
-            f"{target.directory}: the tokenizer has {len(tokenizer)} ids, config.json's vocab_size is "
+            f"{target.directory}: the tokenizer has ids up to {size - 1}, config.json's vocab_size is "
             f"{target.vocab_size}; they do not belong together"
         )
     return tokenizer
+
+
+def tokenizer_size(tokenizer: Any) -> int:
+    """One more than the largest id: len() counts ids, and some tokenizers have gaps between them."""
+    return 1 + max((tokenizer.get_vocab() | tokenizer.get_added_vocab()).values())
 
 
 # -------------------------------------------------------------------------------------------- layer ids

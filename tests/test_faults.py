@@ -102,7 +102,10 @@ def test_a_model_path_that_is_no_directory(tmp_path: Path) -> None:
         (write("tokenizer.json", '{"a'), r"the tokenizer does not load \(JSONDecodeError.*; fetch its files again"),
         (write("tokenizer_config.json", "[]"), r"tokenizer_config\.json holds a list, expected an object"),
         (remove("chat_template.jinja"), r"has no chat template; put the model's chat_template\.jinja there"),
-        (edit_json("config.json", vocab_size=4000), r"tokenizer has 49152 ids, config\.json's vocab_size is 4000"),
+        (
+            edit_json("config.json", vocab_size=4000),
+            r"tokenizer has ids up to 49151, config\.json's vocab_size is 4000",
+        ),
     ],
 )
 def test_a_tokenizer_that_is_not_there_or_not_the_models(model: Path, change: Change, line: str) -> None:
