@@ -364,7 +364,7 @@ def test_no_gpu_odd_paths_and_sigterm_while_training(tiny_target: Path, chats_of
     home.mkdir()
     command = [REPOSITORY / "run_pipeline.sh", "--config", settings.name, "--output-dir", out.name, "--to", "04"]
     command += ["--model-path", "./my target", "--dataset", "some chats.jsonl"]
-    caches = {name: str(tmp_path / "caches") for name in ("HF_HOME", "XDG_CACHE_HOME", "TRITON_HOME")}
+    caches = dict.fromkeys(("HF_HOME", "MPLCONFIGDIR", "TRITON_HOME", "XDG_CACHE_HOME"), str(tmp_path / "caches"))
     machine = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(poison.parents[1]), "HOME": str(home)}
     pipeline = Stage(command, tmp_path / "log", cwd=here, **machine, **caches)
     pipeline.wait_for(lambda: len(metrics(out / "draft")) > 5)
