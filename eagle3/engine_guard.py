@@ -138,7 +138,7 @@ def _processes(read: dict[str, int]) -> Processes:
 def _command(pid: int) -> str:
     with contextlib.suppress(OSError):
         words = Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
-        return b" ".join(words).decode(errors="replace").strip()[:80]
+        return b" ".join(words).decode(errors="replace").strip()[:160]
     return "?"
 
 

@@ -185,7 +185,7 @@ def test_a_rerun_reports_the_worker_that_survived_and_goes_on(engine, tiny_targe
     assert again.process.wait(60) == 1
     try:
         (warning,) = [line for line in log.read_text().splitlines() if line.startswith("warning: ")]
-        assert f"{worker} (" in warning and "engine stand-in" in warning and warning.endswith(f": kill {worker}")
+        assert f"{worker} (" in warning and "-c import time" in warning and warning.endswith(f": kill {worker}")
         assert "starting vLLM failed: ValueError: the second engine was reached" in log.read_text()
         assert engine_guard._look(worker), "it was killed, and could have been anybody's"
     finally:
