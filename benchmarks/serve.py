@@ -59,8 +59,6 @@ Server = Callable[[list[list[int]], int], Answers]  # prompts as token ids, and 
 @contextlib.contextmanager
 def loaded_vllm(arguments: argparse.Namespace, target: Target, longest: int, drafts: int) -> Iterator[Server]:
     """vLLM in this process, with the draft proposing `drafts` tokens a step, or without it when 0."""
-    from vllm import SamplingParams
-
     llm = served_check.load(
         target,
         arguments.output_dir / "engine.log",
@@ -71,6 +69,8 @@ def loaded_vllm(arguments: argparse.Namespace, target: Target, longest: int, dra
         tensor_parallel_size=arguments.tensor_parallel_size,
         trust_remote_code=arguments.trust_remote_code,
     )
+    from vllm import SamplingParams  # not before the output goes to the log
+
     sampling = SamplingParams(temperature=0, max_tokens=arguments.max_new_tokens, detokenize=False)
 
     def answer(prompts: list[list[int]], batch: int) -> Answers:

@@ -115,8 +115,6 @@ def served(
     target: Target, draft: Path, prompts: list[list[int]], drafts: int, max_new_tokens: int, log: Path
 ) -> tuple[list[Answer], int, Counts]:
     """The answers, how many of them vLLM writes identically with the draft, and its counters."""
-    from vllm import SamplingParams
-
     settings = {
         "dtype": "float32",
         "max_model_len": min(max(map(len, prompts)) + max_new_tokens + drafts + 16, target.max_positions),
@@ -127,6 +125,8 @@ def served(
     finally:
         vllm_runtime.shutdown(llm)
     llm = served_check.load(target, log, draft, drafts, **settings)
+    from vllm import SamplingParams  # not before the output goes to the log
+
     try:
         sampling = SamplingParams(temperature=0, max_tokens=max_new_tokens, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)

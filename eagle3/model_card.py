@@ -37,6 +37,7 @@ def model_card(
             f"- tau by number of drafts, 1 to {steps}: {report['tau_by_drafts']}",
             f"- acceptance by position: {report['acceptance_by_position']}",
             f"- expected when sampling at temperature 1, an estimate: {report['tau_sampled_estimate_by_drafts']}",
+            f"- tau by tokens before the draft: {report['tau_by_tokens_before']}",
             f"- steps that end at a token outside the draft vocabulary: {report['lost_to_vocabulary']:.1%}",
             f"- accuracy by TTT step: {report['accuracy_by_step']}",
             f"- plain mean over positions (not what a server counts): {report['tau_plain_mean']}",

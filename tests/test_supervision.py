@@ -216,6 +216,16 @@ def test_one_conversation_cannot_be_split() -> None:
     assert packing.hold_out(records([5, 5]), 0.0, seed=0)[1] == []
 
 
+def test_acceptance_is_told_by_how_far_out_a_start_lies() -> None:
+    """S09. Starts t = 0 .. 598 of one turn; right drafts only from t = 512 on, one each."""
+    length = 600
+    output, batch = one_turn_output(length, [[t + 2 if t >= 512 else 0 for t in range(length - 1)]])
+    sums = Acceptance(1)
+    measure(output, batch, torch.arange(length + 1), sums)
+    assert sums.far_starts == [512, 44, 0, 0, 0, 0] and sums.far_accepted == [0, 44, 0, 0, 0, 0]
+    assert sums.report()["tau_by_tokens_before"] == {"below_512": 1.0, "below_1024": 2.0}
+
+
 def test_sums_survive_the_reduction_over_ranks() -> None:
     output, batch = one_turn_output(7, [[t + 2 for t in range(6)], [t + 3 for t in range(6)]])
     output.overlap = torch.full((2, 6), 0.5)

@@ -1,15 +1,19 @@
 """Acceptance as a server would count it, and the plain means beside it."""
 
+from bisect import bisect_right
 from dataclasses import dataclass, field, fields
 
 import torch
 
 from eagle3.draft.model import Batch, StepOutput
 
+LENGTHS = (512, 1024, 2048, 4096, 8192)  # tokens before a start: acceptance falls where training had few so far out
+
 
 @dataclass
 class Acceptance:
-    """Sums over held-out turns. Fields that are lists have one entry a TTT step, or a number of drafts K = 1..steps."""
+    """Sums over held-out turns. Fields that are lists have one entry a TTT step, or a number of drafts K = 1..steps;
+    those named far_ have one for starts before each of LENGTHS and one for later ones."""
 
     steps: int
     loss: list[float] = field(default_factory=list)  # KL summed over rows
@@ -23,27 +27,31 @@ class Acceptance:
     sampled_starts: list[float] = field(default_factory=list)  # expected, at temperature 1
     sampled_accepted: list[float] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)  # leading right drafts up to K, summed over all starts
+    far_starts: list[float] = field(default_factory=list)  # of the walk with K = steps
+    far_accepted: list[float] = field(default_factory=list)
     plain_starts: float = 0
 
     def __post_init__(self) -> None:
-        for name in self._lists():
-            setattr(self, name, getattr(self, name) or [0] * self.steps)
+        for name, length in self._lists(self.steps).items():
+            setattr(self, name, getattr(self, name) or [0] * length)
 
     @classmethod
-    def _lists(cls) -> list[str]:
-        return [one.name for one in fields(cls) if one.name not in ("steps", "plain_starts")]
+    def _lists(cls, steps: int) -> dict[str, int]:
+        """Length of each list."""
+        names = [one.name for one in fields(cls) if one.name not in ("steps", "plain_starts")]
+        return {name: len(LENGTHS) + 1 if name.startswith("far_") else steps for name in names}
 
     def tensor(self) -> torch.Tensor:
         """All sums as one float64 vector, for a reduction over ranks."""
-        values = [value for name in self._lists() for value in getattr(self, name)]
+        values = [value for name in self._lists(self.steps) for value in getattr(self, name)]
         return torch.tensor([*values, self.plain_starts], dtype=torch.float64)
 
     @classmethod
     def of(cls, vector: torch.Tensor, steps: int) -> "Acceptance":
         """The inverse of `tensor`."""
-        *values, plain_starts = vector.tolist()
-        parts = {name: values[n * steps : (n + 1) * steps] for n, name in enumerate(cls._lists())}
-        return cls(steps, **parts, plain_starts=plain_starts)
+        lengths = cls._lists(steps)
+        *parts, (plain_starts,) = (part.tolist() for part in vector.split([*lengths.values(), 1]))
+        return cls(steps, **dict(zip(lengths, parts, strict=True)), plain_starts=plain_starts)
 
     def report(self) -> dict[str, object]:
         """Means for people and metrics.jsonl; `_by_drafts` lists are for K = 1..steps drafts.
@@ -61,6 +69,11 @@ class Acceptance:
             "tau_by_drafts": [round(value, 4) for value in tau],
             "acceptance_by_position": _ratios(self.position, [self.starts[last]] * self.steps),
             "lost_to_vocabulary": _ratios(self.lost, self.starts)[last],
+            "tau_by_tokens_before": {
+                f"below_{limit}" if limit else f"from_{LENGTHS[-1]}": round(1 + accepted / starts, 4)
+                for limit, starts, accepted in zip((*LENGTHS, 0), self.far_starts, self.far_accepted, strict=True)
+                if starts
+            },
             "tau_plain_mean": round(1 + self.plain[last] / max(self.plain_starts, 1), 4),
             "walk_starts": int(self.starts[last]),
         }
@@ -128,6 +141,7 @@ def measure(output: StepOutput, batch: Batch, target_to_draft: torch.Tensor, sum
         sums.plain[step] += int(leading.clamp(max=step + 1).sum())
     sums.plain_starts += leading.numel()
     leading, outside, counts = leading.cpu(), outside.cpu(), known.sum(0).tolist()
+    positions = batch.positions[batch.rows].cpu()  # [R]
     for turn in _turns(batch):
         for drafts in range(1, sums.steps + 1):
             accepted = leading[turn].clamp(max=drafts).tolist()
@@ -140,6 +154,9 @@ def measure(output: StepOutput, batch: Batch, target_to_draft: torch.Tensor, sum
         for i in starts:  # of the walk with all drafts
             for step in range(accepted[i]):
                 sums.position[step] += 1
+            far = bisect_right(LENGTHS, int(positions[turn[i]]))
+            sums.far_starts[far] += 1
+            sums.far_accepted[far] += accepted[i]
         if output.overlap is not None:
             chance = output.overlap[:, turn].T.tolist()
             for drafts in range(1, sums.steps + 1):

@@ -29,13 +29,12 @@ class Record:
         self._board.close()
 
     def add(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """One line of `kind` ("train" or "held_out"); lists have one number a TTT step."""
+        """One line of `kind` ("train" or "held_out"); a value is a number, a list or a dict of numbers."""
         self._file.write(json.dumps({"kind": kind, "step": step} | values) + "\n")
         self._file.flush()
         for key, value in values.items():
-            numbers = (
-                {f"{key}/{place}": v for place, v in enumerate(value)} if isinstance(value, list) else {key: value}
-            )
+            named = dict(enumerate(value)) if isinstance(value, list) else value
+            numbers = {f"{key}/{name}": v for name, v in named.items()} if isinstance(named, dict) else {key: named}
             for name, number in numbers.items():
                 self._board.add_scalar(f"{kind}/{name}", number, step)
         self._board.flush()
