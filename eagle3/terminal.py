@@ -68,32 +68,36 @@ _terminal_closed = False
 class Stopped(BaseException):
     """A signal as an exception, so that `finally` blocks run. No KeyboardInterrupt: vLLM swallows that at its start."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-
 
 def run(main: Callable[[], int | None]) -> None:
     """Run a script's main and exit: 0, 1 after a user error, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 
     Anything else keeps its traceback, for it is a defect of the program.
     """
+    stopper = _Stopper()
     try:
-        on_signals(_Stopper())
+        on_signals(stopper)
         code = main() or 0
-    except UserError as error:
-        code = _fail(f"error: {error}", 1)
-    except Stopped as stopped:
-        line = f"{SIGNALS[stopped.number]}: nothing finished is lost; the same command continues"
-        code = _fail(line, 128 + stopped.number)
-    except OSError as error:
-        if error.errno is None:
-            raise
-        where = f" ({error.filename})" if error.filename else ""
-        remedy = REMEDIES.get(error.errno, "mend that")
-        code = _fail(f"error: {error.strerror}{where}; {remedy}, then run the same command", 1)
-        if os.environ.get("EAGLE3_DEBUG"):
-            traceback.print_exc()
+    except (Exception, Stopped) as error:
+        # after a signal any error is its consequence: a library's start-up may make one of its own from it
+        code = _stopped(stopper.number) if stopper.number else _failed(error)
     sys.exit(code)
+
+
+def _stopped(number: int) -> int:
+    return _fail(f"{SIGNALS[number]}: nothing finished is lost; the same command continues", 128 + number)
+
+
+def _failed(error: BaseException) -> int:
+    if isinstance(error, UserError):
+        return _fail(f"error: {error}", 1)
+    if not isinstance(error, OSError) or error.errno is None:
+        raise error
+    if os.environ.get("EAGLE3_DEBUG"):
+        traceback.print_exc()
+    where = f" ({error.filename})" if error.filename else ""
+    remedy = REMEDIES.get(error.errno, "mend that")
+    return _fail(f"error: {error.strerror}{where}; {remedy}, then run the same command", 1)
 
 
 def on_signals(handler: Callable[[int, object], None]) -> None:
@@ -107,14 +111,15 @@ class _Stopper:
     """Raises at the first signal; one soon after it must not break the clean-up."""
 
     def __init__(self) -> None:
+        self.number: int | None = None  # of the last signal
         self._since = -math.inf
 
     def __call__(self, number: int, frame: object) -> None:
         if number == signal.SIGHUP:
             leave_terminal()
         if time.monotonic() - self._since > PATIENCE:
-            self._since = time.monotonic()
-            raise Stopped(number)
+            self.number, self._since = number, time.monotonic()
+            raise Stopped
 
 
 def end_with_parent() -> None:

@@ -32,6 +32,12 @@ def run_main(body: str, before: Callable[[], None] = heed_signals) -> subprocess
         ("os.kill(os.getpid(), signal.SIGINT); time.sleep(5)", 130, "interrupted: nothing finished is lost"),
         ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)", 143, "terminated: nothing finished is lost"),
         ("os.kill(os.getpid(), signal.SIGHUP); time.sleep(5)", 129, "stopped because the terminal closed"),
+        # a library's start-up in C makes an error of its own from the exception
+        (
+            "\n    try: signal.raise_signal(signal.SIGTERM)\n    except BaseException: raise RuntimeError from None",
+            143,
+            "terminated: nothing finished is lost",
+        ),
         ("open('/nonexistent/file')", 1, "error: No such file or directory (/nonexistent/file)"),
         ("return 0", 0, ""),
     ],
