@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,17 @@ def tiny_kimi_int4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
     return write_kimi(folder / "packed-kimi", experts="int4"), write_kimi(
         folder / "unpacked-kimi", experts="dequantised"
     )
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny matrices gain nothing from threads, and on a busy machine the threads wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

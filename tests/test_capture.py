@@ -28,13 +28,7 @@ SCRIPT = "02_extract_hidden_states.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices gain nothing from threads, and on a busy machine the threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

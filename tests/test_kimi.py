@@ -5,7 +5,6 @@ import json
 import runpy
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,13 +36,7 @@ CHECK_ARGS=(--max-new-tokens 32)
 needs_vllm = pytest.mark.skipif(vllm_runtime.version() is None, reason="vllm is not installed")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices gain nothing from threads, and on a busy machine the threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

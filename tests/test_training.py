@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,6 +143,21 @@ def test_reported_figures_are_those_of_the_exported_files(straight, tiny_target:
     ]  # all 1 on random states; tests/test_rescore.py has chains
     assert report["acceptance_by_position"] == [round(n / score.starts()[-1], 5) for n in score.by_position()]
     assert metrics(output, "held_out")[-1]["loss_by_step"] == pytest.approx(score.loss, rel=0.02)
+
+
+def test_the_whole_vocabulary_is_normalised_in_float32() -> None:
+    """A rounded normaliser would put several percent of the target's probability in or out of the draft vocabulary."""
+    torch.manual_seed(0)
+    states, weight = torch.randn(20, 16), torch.randn(5000, 16)
+
+    def head(x: torch.Tensor) -> torch.Tensor:
+        return (x @ weight.T).bfloat16()
+
+    batch = SimpleNamespace(final_hidden=states)
+    trainer = SimpleNamespace(whole_head=lambda: head, device="cpu", _batch=lambda records, supervision: batch)
+    (normaliser,) = loop.Trainer._normalise(trainer, [[]])
+    assert normaliser.dtype == torch.float32
+    torch.testing.assert_close(normaliser, head(states).float().logsumexp(-1), rtol=0, atol=1e-5)
 
 
 def test_loss_weights_are_decay_over_the_count_of_rows() -> None:

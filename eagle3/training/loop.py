@@ -265,7 +265,7 @@ class Trainer:
         return [
             torch.cat(
                 [
-                    head(states.to(self.device)).logsumexp(-1).cpu()
+                    head(states.to(self.device)).float().logsumexp(-1).cpu()  # bf16 would round it by percents
                     for states in self._batch(records, "served").final_hidden.split(NORMALISED_AT_ONCE)
                 ]
             )
