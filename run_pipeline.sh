@@ -6,7 +6,7 @@
 #
 #   --config FILE        settings of a run (configs/pipelines/*.env); the command line wins over it
 #   --model-path M       target: model directory, hub name, or `embedded`
-#   --dataset D          hub name, jsonl/json/parquet file, a folder of them, or `embedded`
+#   --dataset D          as stage 01 takes it (hub name, file, folder, self), or `embedded`
 #   --output-dir OUT     where all artifacts go (default output/<name of the target>)
 #   --max-samples N      samples to prepare
 #   --from S, --to S     first and last stage to run: 01 02 03 04 check
@@ -104,7 +104,7 @@ command_of() { # fills the array `command` for a stage
   case $1 in
     01)
       command=("$PYTHON" "$script/01_prepare_dataset.py" --model-path "$MODEL_PATH" --output-dir "$OUT/prepared"
-        --dataset "$DATASET" ${MAX_SAMPLES:+--max-samples "$MAX_SAMPLES"}
+        --dataset "$DATASET" ${MAX_SAMPLES:+--max-samples "$MAX_SAMPLES"} --tensor-parallel-size "$GPUS"
         ${PREPARE_ARGS[@]+"${PREPARE_ARGS[@]}"} ${trust[@]+"${trust[@]}"})
       ;;
     02)

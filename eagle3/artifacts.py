@@ -346,7 +346,11 @@ class IndexWriter:
         self._file = file
 
     def add(self, **record: Any) -> None:
-        self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self.add_all([record])
+
+    def add_all(self, records: list[dict[str, Any]]) -> None:
+        """Put several records on disk in one write."""
+        self._file.write(b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records))
         self._file.flush()
 
 
@@ -382,16 +386,16 @@ def directory_lock(directory: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(me)
         file.flush()
-        _remove_stale_temporaries(directory)
+        remove_temporaries(directory)
         try:
             yield
         finally:
             file.truncate(0)
 
 
-def _remove_stale_temporaries(directory: Path) -> None:
-    """Delete the temporary files of atomic_file that a killed writer left. Only the lock's holder writes here."""
-    for pattern in (".*.tmp", "samples/*/.*.tmp", "checkpoints/.*.tmp"):
+def remove_temporaries(directory: Path) -> None:
+    """Delete temporary files that a writer left behind. Only for the lock's holder, who alone writes here."""
+    for pattern in (".*.tmp", "samples/.*.tmp", "samples/*/.*.tmp", "checkpoints/.*.tmp"):
         for path in directory.glob(pattern):
             if path.is_file():
                 path.unlink()

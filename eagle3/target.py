@@ -195,6 +195,13 @@ def load_tokenizer(target: Target, *, trust_remote_code: bool) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(target.directory, trust_remote_code=trust_remote_code)
     except Exception as error:
+        repository, elsewhere, code = (_tokenizer_code(target) or "").partition("--")
+        if elsewhere:
+            file = code.rpartition(".")[0] + ".py"
+            raise UserError(
+                f"the tokenizer's code is {file} of the hub's {repository}, which cannot be fetched ({short(error)}); "
+                f"copy that file into {target.directory} and write {code} for it in tokenizer_config.json's auto_map"
+            ) from error
         raise UserError(
             f"{target.directory}: the tokenizer does not load ({short(error)}); fetch its files again"
         ) from error

@@ -42,10 +42,9 @@ class TokenCounts:
                 if saved["samples"] <= samples:  # more samples: the index lost its end in a power cut
                     self.by_source, self.covered = by_source, int(saved["samples"])
 
-    def add(self, index: int, source: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Count sample `index`, unless the counts that this run began with have it."""
+    def add(self, index: int, source: str, ids: torch.Tensor) -> None:
+        """Count the supervised ids of sample `index`, int32 [S], unless the counts that this run began with have it."""
         if index >= self.covered:
-            ids = tensors["input_ids"][tensors["loss_mask"]]  # [S]
             self._waiting.setdefault(source, []).append(ids)
             self._tokens_waiting += len(ids)
             if self._tokens_waiting >= MERGE_EVERY:

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import torch
 from conftest import REPOSITORY
+from prepare_for_tests import prepare_here
 from safetensors.torch import load_file
 
 from eagle3 import artifacts, engine_guard
 from eagle3.artifacts import Index
-from eagle3.conversations import open_dataset
-from eagle3.prepare import prepare
-from eagle3.target import load_tokenizer, open_target
 
 CONVERSATIONS = REPOSITORY / "configs" / "conversations" / "smollm2.jsonl"
 EXIT_CODES = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -75,10 +73,7 @@ def heed_signals() -> None:
 
 def write_prepared(directory: Path, model: Path, conversations: Path = CONVERSATIONS) -> Path:
     """Stage 01 in this process."""
-    target = open_target(str(model))
-    tokenizer = load_tokenizer(target, trust_remote_code=False)
-    dataset = open_dataset(str(conversations), "train")
-    prepare(target, tokenizer, dataset, directory, max_samples=None, max_seq_len=128)
+    prepare_here(model, conversations, directory, max_seq_len=128)
     return directory
 
 

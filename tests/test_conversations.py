@@ -1,40 +1,14 @@
-"""Rows to messages: every shape that real files have, and every fault named instead of mended."""
+"""Rows to messages and token ids: every shape that real files have, and every fault named instead of mended."""
 
 import json
 
-import pyarrow
 import pytest
-from pyarrow import parquet
+from hypothesis import given
+from hypothesis import strategies as st
+from rows_for_tests import CHAT, SHARED, chat, parse, reason
 
-from eagle3.conversations import HubDataset, LocalFiles, Row, SkipRow, open_dataset, parse_row
+from eagle3.conversations import Conversation, SkipRow, TokenRow, parse_columns
 from eagle3.terminal import UserError
-
-CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-SHARED = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
-
-
-def parse(value):
-    return parse_row(Row("file", 1, value))
-
-
-def chat(*messages):
-    return {"messages": [{"role": role, "content": content} for role, content in messages]}
-
-
-def write_lines(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
-def read(path):
-    """(place, messages or reason) of all rows."""
-    result = []
-    for row in LocalFiles(path).rows():
-        try:
-            result.append((row.place, parse_row(row).messages))
-        except SkipRow as skip:
-            result.append((row.place, str(skip)))
-    return result
 
 
 def test_both_formats_give_the_same_messages():
@@ -47,6 +21,7 @@ def test_both_formats_give_the_same_messages():
 
 
 def test_text_parts_are_joined():
+    """(P10), (P11)"""
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "world"}]
     assert parse(chat(("user", parts), ("assistant", "a"))) == parse(chat(("user", "Hello world"), ("assistant", "a")))
 
@@ -59,9 +34,9 @@ def test_text_parts_are_joined():
         (b"\xff\xfe{}", "invalid JSON"),
         (b"[" * 100_000, "invalid JSON"),
         ([CHAT], "row is not an object"),
-        ({}, "no messages or conversations"),
-        ({"messages": None}, r"no messages or conversations \(columns: messages\)"),
-        ({"prompt": "q", "answer": "a"}, r"no messages or conversations \(columns: answer, prompt\)"),
+        ({}, "row without columns"),
+        ({"messages": None}, "no conversation in columns messages"),
+        ({"text": "q", "label": "a", "prompt": None}, "no conversation in columns label, prompt, text"),
         ({"messages": [{"speaker": "user", "text": "q"}]}, r"message without role \(keys: speaker, text\)"),
         ({"messages": "text"}, "messages is not a list"),
         ({"conversations": {}}, "conversations is not a list"),
@@ -91,7 +66,9 @@ def test_faults_are_named(value, reason):
 
 
 def test_surrogates():
-    row = chat(("user", "\ud83d\ude00 ok"), ("assistant", "bad \ud83d"))
+    """(P12)"""
+    row = chat(("user", "\ud83d\ude00 ok"), ("assistant", "bad \ud83d")) | {"source": "blend\ud83d"}
+    assert parse(json.dumps(row).encode()).origin == "blend\ufffd"
     assert [message["content"] for message in parse(json.dumps(row).encode()).messages] == ["😀 ok", "bad \ufffd"]
     with pytest.raises(SkipRow) as skip:
         parse(rb'{"messages": [{"role": "\ud83d", "content": "q"}]}')
@@ -114,110 +91,277 @@ def test_digest_follows_the_text_and_trailing_counts_what_no_answer_follows():
     assert parse(CHAT).trailing == 0
 
 
-def test_a_directory_with_different_columns_and_kinds_of_file(tmp_path):
-    write_lines(tmp_path / "a.jsonl", CHAT | {"id": 1, "system": None}, "{bad", "", CHAT | {"id": "x", "system": "S"})
-    (tmp_path / "b.json").write_text("\ufeff" + json.dumps([SHARED | {"extra": [1]}, CHAT]), encoding="utf-8")
-    write_lines(tmp_path / "c.json", CHAT)
-    parquet.write_table(pyarrow.Table.from_pylist([SHARED, SHARED]), tmp_path / "d.parquet")
-    (tmp_path / "README.md").write_text("not read")
-    messages = parse(CHAT).messages
-    assert read(tmp_path) == [
-        ("a.jsonl:1", messages),
-        ("a.jsonl:2", "invalid JSON"),
-        ("a.jsonl:3", "blank line"),
-        ("a.jsonl:4", messages),
-        ("b.json:1", messages),
-        ("b.json:2", messages),
-        ("c.json:1", messages),
-        ("d.parquet:1", messages),
-        ("d.parquet:2", messages),
+# ------------------------------------------------------------------------------------------ kinds of rows
+
+
+TEXT = st.text(min_size=1).filter(str.strip)
+
+
+@given(TEXT, TEXT, st.none() | TEXT)
+def test_the_same_conversation_in_every_kind_of_row(question, answer, system):
+    turns = [("user", question), ("assistant", answer)]
+    expected = parse(chat(*([("system", system)] if system else []), *turns))
+    pair = {"prompt": question, "response": answer}
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    shared = [{"from": names[message["role"]], "value": message["content"]} for message in expected.messages]
+    before, after = expected.messages[:-1], expected.messages[-1:]
+    rows = [
+        {"conversations": shared},
+        {"messages": shared},
+        {"conversation": expected.messages},
+        pair | {"system": system},
+        {"instruction": question, "input": "", "output": answer, "system_prompt": system},
+        {"prompt": before, "completion": after},
+        {"prompt": before, "chosen": expected.messages, "rejected": []},
+        {"prompt": before, "answer": answer},
+        *([] if system else [{"prompt": question, "chosen": expected.messages}]),
     ]
+    for row in rows:
+        for answers_needed in (True, False):
+            for value in (row, json.dumps(row).encode()):
+                result = parse(value, answers_needed=answers_needed)
+                assert result == expected and result.digest == expected.digest, row
 
 
-def test_total_counts_rows(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": 2}')
-    assert LocalFiles(tmp_path).total() == 2
-    parquet.write_table(pyarrow.Table.from_pylist([SHARED] * 3), tmp_path / "b.parquet")
-    assert LocalFiles(tmp_path).total() == 5
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        (CHAT, "column messages as chat messages"),
+        (SHARED, "column conversations as ShareGPT turns"),
+        (CHAT | SHARED | {"prompt": "p", "response": "r"}, "column messages as chat messages"),
+        (SHARED | {"messages": None, "conversation": []}, "column conversations as ShareGPT turns"),
+        ({"instruction": "q", "output": "a"}, "columns instruction, output as one turn each"),
+        ({"instruction": "q", "input": None, "output": "a"}, "columns instruction, output as one turn each"),
+        ({"instruction": "q", "input": " ", "output": "a"}, "columns instruction, input, output as one turn each"),
+        ({"question": "q", "answer": "a"}, "columns question, answer as one turn each"),
+        ({"query": "q", "response": "a"}, "columns query, response as one turn each"),
+        ({"input": "q", "output": "a"}, "columns input, output as one turn each"),
+        ({"problem": "q", "answer": "short", "solution": "a"}, "columns problem, solution as one turn each"),
+        ({"prompt": "q", "chosen": "a", "turns": 1}, "columns prompt, chosen as one turn each"),
+        ({"prompt": CHAT["messages"][:1], "completion": "a"}, "columns prompt, completion as messages"),
+    ],
+)
+def test_the_kind_follows_from_the_columns(row, form):
+    result = parse(row)
+    assert result.messages == parse(CHAT).messages and result.form == form
+    assert result == parse(CHAT)  # how it was read is no part of what it says
 
 
-def test_later_files_are_not_opened_before_their_turn(tmp_path):
-    write_lines(tmp_path / "a.jsonl", CHAT, CHAT)
-    (tmp_path / "b.parquet").write_text("not parquet")
-    (tmp_path / "c.json").write_text('[{"messages": ')
-    rows = LocalFiles(tmp_path).rows()
-    assert [next(rows).number, next(rows).number] == [1, 2]
-    with pytest.raises(UserError, match=r"b\.parquet is not a readable parquet file"):
-        next(rows)
-    with pytest.raises(UserError, match=r"c\.json is not valid JSON"):
-        next(LocalFiles(tmp_path / "c.json").rows())
+def test_input_follows_the_instruction():
+    row = {"instruction": "Translate", "input": "house", "output": "maison"}
+    assert parse(row) == parse(chat(("user", "Translate\nhouse"), ("assistant", "maison")))
+    assert reason(row | {"input": 7}) == "input of type int"
 
 
-def test_identity_follows_names_and_content(tmp_path):
-    first = write_lines(tmp_path / "a.jsonl", CHAT)
-    before = LocalFiles(tmp_path).identity()
-    assert before.startswith(f"{tmp_path} (sha256 ") and LocalFiles(tmp_path).identity() == before
-    first.write_text(first.read_text().replace("q", "Q"))
-    changed = LocalFiles(tmp_path).identity()
-    first.rename(tmp_path / "b.jsonl")
-    assert len({before, changed, LocalFiles(tmp_path).identity()}) == 3
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"prompt": "q"}, "column prompt has no answers: give --responses"),
+        ({"prompt": "q", "response": None}, "column prompt has no answers: give --responses"),
+        ({"turns": ["q"]}, "column turns has no answers: give --responses"),
+        ({"prompt": 7, "response": "a"}, "prompt of type int"),
+        ({"prompt": "q", "response": 7}, "response of type int"),
+        ({"prompt": "q", "response": {"role": "assistant"}}, "response of type dict"),
+        ({"prompt": "q", "response": " "}, "assistant content is empty"),
+        ({"prompt": "q", "response": ["a"]}, "message is not an object"),
+        ({"prompt": "q", "response": []}, "no assistant turn"),
+        ({"prompt": [], "response": "a"}, "conversation starts with the assistant"),
+        (
+            {"prompt": "q", "chosen": chat(("user", "x"))["messages"]},
+            "chosen begins with another turn than the assistant's",
+        ),
+        ({"prompt": "q", "response": "a", "system": ["s"]}, "system of type list"),
+        (
+            {"prompt": chat(("system", "s"), ("user", "q"))["messages"], "response": "a", "system_prompt": "t"},
+            "system_prompt beside a system message",
+        ),
+    ],
+)
+def test_faults_of_pairs_are_named(value, expected):
+    assert reason(value) == expected
 
 
-def test_what_is_no_dataset_is_refused(tmp_path):
-    (tmp_path / "a.txt").touch()
-    for dataset, message in {
-        str(tmp_path): "no .json, .jsonl, .parquet files directly in this directory",
-        str(tmp_path / "a.txt"): "expected a file that ends in .json, .jsonl, .parquet, or a directory",
-        str(tmp_path / "none.jsonl"): "no such file or directory",
-        "none.jsonl": "no such file or directory",
-        "./none": "no such file or directory",
-    }.items():
-        with pytest.raises(UserError) as error:
-            open_dataset(dataset, "train")
-        assert message in str(error.value) and dataset in str(error.value)
+def test_trailing_user_turns_are_kept_as_they_are():
+    """(P41)"""
+    conversation = parse(chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("user", "d")))
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant", "user", "user"]
+    assert conversation.trailing == 2
 
 
-def hub_dataset(expected, name, rows):
-    """A builder of the datasets library that gives these rows."""
-    from datasets.packaged_modules.json import json as json_module
-
-    class Builder(json_module.Json):
-        __module__ = json_module.__name__
-
-        def __init__(self):
-            assert name == expected
-
-        def as_streaming_dataset(self, split):
-            assert split == "train"
-            return rows
-
-    return Builder()
+# --------------------------------------------------------------------------------------- prompts to answer
 
 
-def test_hub_rows_and_a_failure_between_them(monkeypatch):
-    import datasets
+def test_prompts_need_no_answers():
+    user = [{"role": "user", "content": "q"}]
+    for row in (
+        {"messages": user},
+        {"conversations": [{"from": "human", "value": "q"}]},
+        {"prompt": "q"},
+        {"prompt": user},
+        {"turns": ["q"]},
+        {"question": "q", "answer": 3, "choices": ["x"]},  # of a test set
+        {"question": "q", "answer": ["right", "correct"]},
+    ):
+        conversation = parse(row, answers_needed=False)
+        assert conversation == Conversation(user, None) and conversation.trailing == 1
+    assert parse({"turns": ["q", "r"]}, answers_needed=False).messages == [*user, {"role": "user", "content": "r"}]
+    assert parse({"turns": ["q"]}, answers_needed=False).form == "column turns as user turns"
+    for empty in ("", " ", None):
+        row = chat(("user", "q"), ("assistant", empty), ("user", "r"))
+        assert parse(row, answers_needed=False).messages[1] == {"role": "assistant", "content": empty or ""}
 
-    def rows():
-        yield SHARED
-        raise ConnectionError("gone\nmore")
 
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name: hub_dataset("some/name", name, rows()))
-    hub = open_dataset("some/name", "train")
-    assert isinstance(hub, HubDataset) and hub.identity() == "some/name" and hub.total() is None
-    read_rows = hub.rows()
-    assert parse_row(next(read_rows)) == parse(CHAT)
-    with pytest.raises(UserError, match=r"^--dataset some/name: reading failed after row 1 \(ConnectionError: gone\)"):
-        next(read_rows)
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (chat(("system", "s")), "no user turn"),
+        (chat(("assistant", "a"), ("user", "q")), "conversation starts with the assistant"),
+        (chat(("user", "q"), ("assistant", 7)), "assistant content of type int"),
+        (chat(("user", None)), "user content is null"),
+        ({"turns": []}, "turns is empty"),
+        ({"turns": [{"content": "q"}]}, "turns holds other than strings"),
+        ({"prompt_ids": [1], "response_ids": [2]}, "token ids hold no prompt to answer"),
+    ],
+)
+def test_faults_of_prompts_are_named(value, expected):
+    assert reason(value, answers_needed=False) == expected
 
 
-def test_hub_streams_the_rows_of_real_parquet_and_stops_early(monkeypatch, tmp_path):
-    import datasets
+# ---------------------------------------------------------------------------------------------- token rows
 
-    parquet.write_table(pyarrow.Table.from_pylist([SHARED] * 500), tmp_path / "a.parquet")
-    real = datasets.load_dataset_builder
-    monkeypatch.setattr(
-        datasets, "load_dataset_builder", lambda _: real("parquet", data_files=str(tmp_path / "a.parquet"))
+
+def test_token_rows():
+    row = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, True, False], "source": "math"}
+    result = parse(row)
+    assert result == TokenRow((([5, 6, 7, 8], [False, True, True, False]),), "math")
+    assert [type(marked) for marked in result.samples[0][1]] == [bool] * 4
+    assert result.form == "columns input_ids, loss_mask as token ids"
+    pair = parse({"prompt_ids": [5], "response_ids": [6, 7]})
+    assert (
+        pair.samples == (([5, 6, 7], [False, True, True]),)
+        and pair.form == "columns prompt_ids, response_ids as token ids"
     )
-    rows = open_dataset("some/name", "train").rows()
-    assert [next(rows).place for _ in range(3)] == ["some/name:1", "some/name:2", "some/name:3"]
-    rows.close()
+    assert pair.digest == parse({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}).digest
+    assert pair.digest != parse({"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}).digest
+    assert len(pair.digest) == 16 and int(pair.digest, 16)
+    assert parse({"prompt_ids": [], "response_ids": [6]}).samples == (([6], [True]),)
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "expected"),
+    [
+        ([1, 2], [1], "input_ids and loss_mask differ in length"),
+        ([1, -2], [1, 1], "input_ids holds other than ids"),
+        ([1, 2.0], [1, 1], "input_ids holds other than ids"),
+        ([1, True], [1, 1], "input_ids holds other than ids"),
+        ([1, "2"], [1, 1], "input_ids holds other than ids"),
+        ("12", [1, 1], "input_ids is not a list"),
+        ([1, 2], "11", "loss_mask is not a list"),
+        ([1, 2], [1, 2], "loss_mask holds other than 0 and 1"),
+        ([1, 2], [1, 1.0], "loss_mask holds other than 0 and 1"),
+        ([1, 2], [1, None], "loss_mask holds other than 0 and 1"),
+        ([1, 2], [0, 0], "loss_mask marks no token"),
+        ([], [], "loss_mask marks no token"),
+        ([1], None, "no conversation in columns input_ids, loss_mask"),
+    ],
+)
+def test_faults_of_token_rows_are_named(ids, mask, expected):
+    assert reason({"input_ids": ids, "loss_mask": mask}) == expected
+
+
+def test_faults_of_prompt_and_response_ids_are_named():
+    assert reason({"prompt_ids": [1], "response_ids": []}) == "response_ids is empty"
+    assert reason({"prompt_ids": [-1], "response_ids": [1]}) == "prompt_ids holds other than ids"
+    assert reason({"prompt_ids": [1], "response_ids": {}}) == "response_ids is not a list"
+
+
+# ------------------------------------------------------------------------------------------- named columns
+
+
+def test_columns_that_the_user_names():
+    row = {"messages": "notes", "q": "q", "a": "a", "s": None, "ids": [1, 2], "mask": [0, 1]}
+    assert parse(row, parse_columns("prompt=q,response=a")) == parse(CHAT)
+    assert parse(row, parse_columns("prompt=q, response=a, system=s")) == parse(CHAT)
+    assert parse(row | {"s": "S"}, parse_columns("prompt=q,response=a,system=s")).messages[0]["content"] == "S"
+    assert parse(row, parse_columns("input_ids=ids,loss_mask=mask")).samples == (([1, 2], [False, True]),)
+    assert parse(row, parse_columns("prompt_ids=ids,response_ids=ids")).samples[0][0] == [1, 2, 1, 2]
+    result = parse({"chats": CHAT["messages"]} | SHARED, parse_columns("messages=chats"))
+    assert result == parse(CHAT) and result.form == "column chats as chat messages"
+    prompts = parse_columns("prompt=q")
+    assert parse(row, prompts, answers_needed=False).messages == CHAT["messages"][:1]
+    assert reason(row, prompts) == "column q has no answers: give --responses"
+
+
+def test_rows_without_a_named_column_are_skipped():
+    columns = {"prompt": "q", "response": "a", "system": "s"}
+    whole = {"q": "q", "a": "a", "s": "s"} | CHAT
+    for name in columns.values():
+        assert reason({key: item for key, item in whole.items() if key != name}, columns) == f"no column {name}"
+    assert reason(whole | {"a": None}, columns) == "no column a"
+    assert len(parse(whole | {"a": None}, columns, answers_needed=False).messages) == 2
+    assert reason(CHAT, {"messages": "chat"}) == "no column chat"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("question", "'question', expected each key once, as prompt=NAME"),
+        ("prompt=", "'prompt=', expected each key once"),
+        ("prompt=a,prompt=b", "'prompt=b', expected each key once"),
+        ("answer=a", "the keys answer make no row; expected one of: messages; prompt; prompt, response; "),
+        ("response=a", "the keys response make no row"),
+        ("prompt=a,messages=b", "the keys prompt, messages make no row"),
+        ("input_ids=a", "the keys input_ids make no row"),
+        ("input_ids=a,response_ids=b", "the keys input_ids, response_ids make no row"),
+        ("", "'', expected each key once"),
+    ],
+)
+def test_columns_that_make_no_row_are_refused(text, message):
+    with pytest.raises(UserError) as error:
+        parse_columns(text)
+    assert str(error.value).startswith(f"--columns {text}: {message}")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["from", "value", "role", "content", "name", "arguments", "tool_calls", "type", "text"]),
+            inner,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [
+                "messages",
+                "conversations",
+                "prompt",
+                "response",
+                "system",
+                "tools",
+                "turns",
+                "source",
+                "input_ids",
+                "loss_mask",
+            ]
+        ),
+        json_values | st.lists(st.dictionaries(st.just("role"), st.sampled_from(["user", "assistant"]), min_size=1)),
+    ),
+    st.booleans(),
+)
+def test_any_row_is_parsed_or_skipped(value, answers_needed):
+    try:
+        result = parse(json.dumps(value).encode(), answers_needed=answers_needed)
+    except SkipRow as skip:
+        str(skip).encode()
+        return
+    assert len(result.digest) == 16
+    if isinstance(result, Conversation):
+        json.dumps(result.messages, ensure_ascii=False).encode()
+        assert all(isinstance(message["content"], str) for message in result.messages)

@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from capture_for_tests import random_prompts, settings_for, write_prepared
+from prepare_for_tests import prepare_here
 from states_for_tests import AUX_LAYERS, write_states
 
-from eagle3 import artifacts, default_target, model_files, prepare
+from eagle3 import artifacts, default_target, model_files
 from eagle3.capture import engines, extract
 from eagle3.capture.transformers_engine import TransformersEngine
-from eagle3.conversations import open_dataset
 from eagle3.draft.config import derive
+from eagle3.prepare.progress import Totals
+from eagle3.sources import open_datasets
 from eagle3.target import load_tokenizer, open_target, read_embedding, read_final_norm, read_lm_head
 from eagle3.terminal import UserError
 from eagle3.training.inputs import Inputs, open_inputs
@@ -226,14 +228,14 @@ def test_a_pickle_given_as_a_dataset_is_never_opened(tmp_path: Path, name: str) 
         path /= "rows.pkl"
     path.write_bytes(pickle.dumps(Marker(tmp_path / "marker")))
     with pytest.raises(UserError, match=rf"--dataset .*{name}: (expected a file that ends in|no) \.json, \.jsonl"):
-        open_dataset(str(tmp_path / name), "train")
+        open_datasets([str(tmp_path / name)])
     assert not (tmp_path / "marker").exists()
 
 
 def test_pickles_beside_the_rows_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     (tmp_path / "b.pkl").write_bytes(pickle.dumps(Marker(tmp_path / "marker")))
-    assert [row.place for row in open_dataset(str(tmp_path), "train").rows()] == ["a.jsonl:1"]
+    assert [row.place for row in open_datasets([str(tmp_path)]).rows(tmp_path)] == ["a.jsonl:1"]
     assert not (tmp_path / "marker").exists()
 
 
@@ -244,7 +246,7 @@ def test_a_hub_dataset_in_a_format_that_unpickles_is_refused(tmp_path: Path, mon
     (tmp_path / "train.pkl").write_bytes(pickle.dumps(Marker(tmp_path / "marker")))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="--dataset pandas is of the format pandas, which is not read; give"):
-        open_dataset("pandas", "train")
+        open_datasets(["pandas"])
     assert not (tmp_path / "marker").exists()
     with pytest.raises(AttributeError):  # what is refused would have run the code
         list(datasets.load_dataset("pandas", split="train", streaming=True))
@@ -255,7 +257,7 @@ def test_a_hub_dataset_of_any_other_format_is_refused(tmp_path: Path, monkeypatc
     (tmp_path / "train.csv").write_text("a,b\n1,2\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="is of the format csv, which is not read"):
-        open_dataset("csv", "train")
+        open_datasets(["csv"])
 
 
 # -------------------------------------------------------------------------------------- damaged tensors
@@ -372,11 +374,10 @@ def tokenizer(tiny_target: Path) -> object:
 def test_damaged_counts_are_refused_by_03_and_counted_again_by_01(
     tiny_target: Path, tokenizer: object, chats: Path, tmp_path: Path, damage: str
 ) -> None:
-    target, out = open_target(str(tiny_target)), tmp_path / "prepared"
+    out = tmp_path / "prepared"
 
-    def run() -> prepare.Totals | None:
-        data = open_dataset(str(chats), "train")
-        return prepare.prepare(target, tokenizer, data, out, max_samples=None, max_seq_len=512)
+    def run() -> Totals | None:
+        return prepare_here(tiny_target, chats, out, tokenizer=tokenizer)
 
     run()
     path = out / "token_freq.pt"

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from capture_for_tests import settings_for
+from prepare_for_tests import prepare_here
 
 from eagle3 import artifacts, terminal, vllm_runtime
 from eagle3.capture import engines, extract
-from eagle3.conversations import open_dataset
 from eagle3.model_files import tokenizer_hash
-from eagle3.prepare import prepare
 from eagle3.target import load_tokenizer, open_target
 from eagle3.terminal import UserError
 from eagle3.training import inputs, loop
@@ -39,9 +38,7 @@ class Workplace:
         self.prepared, self.draft = place / "prepared", place / "draft"
 
     def run_01(self) -> object:
-        target = open_target(str(self.model))
-        data = open_dataset(str(self.chats), "train")
-        return prepare(target, tokenizer_of(self.model), data, self.prepared, max_samples=None, max_seq_len=512)
+        return prepare_here(self.model, self.chats, self.prepared, tokenizer=tokenizer_of(self.model))
 
     def run_02(self, **changes) -> None:
         extract.extract(self.prepared, "transformers", settings_for(self.model, self.states, **changes))

@@ -7,7 +7,6 @@ import shutil
 import sys
 from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import REPOSITORY
@@ -15,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kimi_for_tests import NAMED, RESERVED, write_kimi
 
-from eagle3 import generation, served_check
-from eagle3.conversations import Conversation, Row, parse_row
+from eagle3 import served_check
+from eagle3.conversations import Conversation, parse_row
 from eagle3.masking import Masker, Sample
 from eagle3.model_files import tokenizer_hash
-from eagle3.prepare import forced_ids
+from eagle3.prepare.stage import forced_ids
+from eagle3.sources import Row
 from eagle3.target import load_tokenizer, open_target, require_trust
 from eagle3.terminal import UserError
 
@@ -105,7 +105,7 @@ def test_the_final_reasoning_is_supervised_and_history_has_none(tokenizer, maske
         user("你好?"),
         answer("世界", "问题 so\n"),
     )
-    samples = masker.samples(talk, 512)
+    samples = masker.samples(talk)
     system = "<|im_system|>system<|im_middle|>Be brief.<|im_end|>"
     first = f"{system}<|im_user|>user<|im_middle|>What is 2 plus 2?<|im_end|>{PROMPT}"
     texts = [
@@ -130,7 +130,7 @@ def test_tool_calls_are_supervised_with_their_reasoning_and_results_are_not(toke
         answer("It makes 3.", "So it is."),
         tools=TOOLS,
     )
-    [sample] = masker.samples(talk, 512)
+    [sample] = masker.samples(talk)
     calls = (
         '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1, "b": "é"}'
         "<|tool_call_end|><|tool_call_begin|>functions.add:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
@@ -147,7 +147,7 @@ def test_tool_calls_are_supervised_with_their_reasoning_and_results_are_not(toke
 def test_an_answer_without_reasoning_after_calls_with_it(tokenizer, masker):
     """Rendered to its end, the conversation has no reasoning any more; the server's prompt still had it."""
     result = {"role": "tool", "tool_call_id": "functions.add:0", "content": "3"}
-    [sample] = masker.samples(conversation(user("Add."), answer("", "I add.", [call({})]), result, answer(" 3")), 512)
+    [sample] = masker.samples(conversation(user("Add."), answer("", "I add.", [call({})]), result, answer(" 3")))
     called, said = decoded(tokenizer, [sample])[0]
     assert called.startswith("I add.</think><|tool_calls_section_begin|>") and said == " 3<|im_end|>"
     assert tokenizer.decode(sample.ids).endswith(f"{PROMPT}<think></think> 3<|im_end|>")
@@ -156,16 +156,16 @@ def test_an_answer_without_reasoning_after_calls_with_it(tokenizer, masker):
 @pytest.mark.parametrize("text", ["<think>I need it.</think>So 4.", "I need it.</think>So 4."])
 def test_reasoning_inside_the_content_as_servers_give_it(tokenizer, masker, text):
     talk = conversation(user("2 plus 2?"), answer(text), user("And?"), answer("No more."))
-    samples = masker.samples(talk, 512)
+    samples = masker.samples(talk)
     assert decoded(tokenizer, samples) == [["I need it.</think>So 4.<|im_end|>"], ["No more.<|im_end|>"]]
     assert samples == masker.samples(
-        conversation(user("2 plus 2?"), answer("So 4.", "I need it."), user("And?"), answer("No more.")), 512
+        conversation(user("2 plus 2?"), answer("So 4.", "I need it."), user("And?"), answer("No more."))
     )
 
 
 def test_an_answer_that_speaks_of_think_tags_has_no_reasoning(tokenizer, masker):
     said = "Between <think> and </think>."
-    [sample] = masker.samples(conversation(user("How?"), answer(said)), 512)
+    [sample] = masker.samples(conversation(user("How?"), answer(said)))
     assert decoded(tokenizer, [sample]) == [[f"{said}<|im_end|>"]]
     assert tokenizer.decode(sample.ids).endswith(f"{PROMPT}<think></think>{said}<|im_end|>")
 
@@ -238,43 +238,12 @@ def written_by_the_target(messages: list[dict]) -> list[tuple[str, str]]:
 @given(system=st.none() | said, turns=st.lists(turn, min_size=1, max_size=3))
 def test_every_turn_is_supervised_as_the_target_wrote_it(tokenizer, masker, system, turns):
     messages = messages_of(system, turns)
-    samples = masker.samples(conversation(*messages), 100_000)
+    samples = masker.samples(conversation(*messages))
     runs = [run for sample in samples for run in generated(sample)]
     expected = written_by_the_target(messages)
     assert [(tokenizer.decode(before), tokenizer.decode(run)) for before, run in runs] == expected
     assert runs == [(tokenizer.encode(before), tokenizer.encode(run)) for before, run in expected]
     assert all(sample.mask[-1] for sample in samples)
-
-
-# -------------------------------------------------------------------------------------- on-policy answers
-
-
-class Scripted:
-    """Stands in for vLLM's engine: gives these texts in order."""
-
-    def __init__(self, tokenizer, texts: list[str]) -> None:
-        self.tokenizer, self.texts, self.prompts = tokenizer, texts, []
-
-    def generate(self, prompts: list[dict], sampling: object, use_tqdm: bool) -> list[SimpleNamespace]:
-        outputs = []
-        for prompt in prompts:
-            self.prompts.append(self.tokenizer.decode(prompt["prompt_token_ids"]))
-            text = self.texts.pop(0)
-            ids = self.tokenizer.encode(f"{text}<|im_end|>")
-            outputs.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, text=text, finish_reason="stop")]))
-        return outputs
-
-
-def test_generated_reasoning_is_a_field_and_leaves_later_prompts(tokenizer, masker, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
-    llm = Scripted(tokenizer, ["Think.</think>Four.", "never ends", "So.</think> Eight."])
-    rows = [{"id": "a", "turns": ["2 plus 2?", "Doubled?"]}, {"id": "b", "turns": ["And?"]}]
-    [chat], cut = generation.write_answers(llm, tokenizer, rows, 100)
-    assert chat["messages"][1::2] == [answer("Four.", "Think."), answer(" Eight.", "So.")]
-    assert cut == {"reasoning without an end": 1}
-    assert "Four." in llm.prompts[2] and "Think." not in llm.prompts[2] and llm.prompts[2].endswith("<think>")
-    samples = masker.samples(conversation(*chat["messages"]), 512)
-    assert decoded(tokenizer, samples) == [["Think.</think>Four.<|im_end|>"], ["So.</think> Eight.<|im_end|>"]]
 
 
 # ------------------------------------------------------------------------------------------- remote code
@@ -293,7 +262,7 @@ def marked(tiny_kimi, tmp_path) -> tuple[Path, Path]:
 def main_of(script: str):
     if script.endswith(".py"):
         return runpy.run_path(str(REPOSITORY / script), run_name="script")["main"]
-    return {"eagle3.served_check": served_check, "eagle3.generation": generation}[script].main
+    return served_check.main
 
 
 @pytest.mark.parametrize(
@@ -303,7 +272,6 @@ def main_of(script: str):
         ("02_extract_hidden_states.py", ["--prepared-dir", "p", "--output-dir", "out", "--engine", "vllm"]),
         ("02_extract_hidden_states.py", ["--prepared-dir", "p", "--output-dir", "out", "--engine", "transformers"]),
         ("eagle3.served_check", ["--prepared-dir", "p", "--draft-dir", "d"]),
-        ("eagle3.generation", ["--prompts", "p.jsonl", "--output", "out"]),
     ],
 )
 def test_remote_code_is_refused_by_name_and_never_run(script, arguments, marked, tmp_path, monkeypatch):

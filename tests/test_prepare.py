@@ -4,16 +4,18 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from prepare_for_tests import content, manifest, prepare_here, write_chats, write_folder
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from eagle3 import artifacts, prepare, token_counts
+from eagle3 import artifacts, token_counts
 from eagle3.artifacts import Index, load_tensors, sample_path
-from eagle3.conversations import open_dataset
 from eagle3.masking import Masker
+from eagle3.prepare import stage, workers
 from eagle3.target import load_tokenizer, open_target
 from eagle3.terminal import UserError
 from eagle3.vocab_map import write_vocab_map
@@ -34,38 +36,10 @@ def tokenizer(target):
 def run(target, tokenizer, tmp_path):
     """Run stage 01 in this process; returns the totals (None when there was nothing to do)."""
 
-    def run(dataset, out="out", max_samples=None, max_seq_len=512, target=target, tokenizer=tokenizer):
-        data = open_dataset(str(dataset), "train")
-        return prepare.prepare(
-            target, tokenizer, data, tmp_path / out, max_samples=max_samples, max_seq_len=max_seq_len
-        )
+    def run(dataset, out="out", target=target, tokenizer=tokenizer, **options):
+        return prepare_here(target, dataset, tmp_path / out, tokenizer=tokenizer, **options)
 
     return run
-
-
-def content(directory: Path) -> dict[str, bytes]:
-    """Bytes of all tensors by relative path."""
-    return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*.pt"))}
-
-
-def manifest(directory: Path) -> dict:
-    return artifacts.read_manifest(directory, "01")
-
-
-def write_chats(path: Path, count: int) -> Path:
-    turns = [(f"Say {n}", f"It is {n} {'x' * n}") for n in range(count)]
-    rows = [{"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in turns]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def write_folder(path: Path, counts: list[int]) -> Path:
-    """A folder of files with so many rows each; every answer differs from those of the other files."""
-    path.mkdir()
-    for number, count in enumerate(counts):
-        file = write_chats(path / f"{chr(ord('a') + number)}.jsonl", count)
-        file.write_text(file.read_text().replace("It is", "That is " + "very " * number))
-    return path
 
 
 def test_artifacts(run, target, tokenizer, chats, tmp_path):
@@ -93,7 +67,8 @@ def test_artifacts(run, target, tokenizer, chats, tmp_path):
     assert facts["supervised"] == totals.supervised == counts.sum()
     assert facts["vocab_size"] == facts["tokenizer_size"] == 49152 and facts["end_ids"] == [2]
     assert set(facts["forced_ids"]) >= {0, 1, 2} and facts["forced_ids"] == sorted(facts["forced_ids"])
-    assert facts["fingerprint"].keys() == {"target", "tokenizer", "dataset", "split", "max_seq_len"}
+    made_by = {"target", "tokenizer", "dataset", "columns", "max_seq_len", "overflow", "keep_duplicates", "exclude"}
+    assert facts["fingerprint"].keys() == made_by
     first = load_tensors(sample_path(out, 0))
     assert tokenizer.decode(first["input_ids"][first["loss_mask"]]) == (
         "1 plus 1 is 2, which is an even number.<|im_end|>Doubled, that makes 4.<|im_end|>"
@@ -103,7 +78,7 @@ def test_artifacts(run, target, tokenizer, chats, tmp_path):
 
 def test_added_tokens_are_forced(smollm2):
     tokenizer = kit.with_think_tags(smollm2)
-    forced = prepare.forced_ids(tokenizer, [2, 60_000])
+    forced = stage.forced_ids(tokenizer, [2, 60_000])
     assert {2, *tokenizer.convert_tokens_to_ids(["<think>", "</think>"])} < set(forced)
     assert max(forced) < len(tokenizer)
 
@@ -113,10 +88,10 @@ def test_markers_that_are_ordinary_tokens_are_forced():
     words = {"x": 0, "<think>": 1, "</think>": 2, "[INST]": 3, "<div>": 4, "[0]": 5, "<|user|>": 6, "</s>": 90}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "x")), eos_token="</s>")
     tokenizer.chat_template = "[INST] <|user|>{{ messages[0]['content'] }}[/INST]<think>{{ reasoning }}</think>"
-    assert prepare.forced_ids(tokenizer, [90, 95]) == [1, 2, 3, 6, 90]
-    assert prepare.tokenizer_size(tokenizer) == 91 > len(tokenizer)  # its ids have a gap
+    assert stage.forced_ids(tokenizer, [90, 95]) == [1, 2, 3, 6, 90]
+    assert stage.tokenizer_size(tokenizer) == 91 > len(tokenizer)  # its ids have a gap
     tokenizer.chat_template = {"default": "<think>", "tool_use": "[INST]"}
-    assert prepare.forced_ids(tokenizer, [90]) == [1, 3, 90]
+    assert stage.forced_ids(tokenizer, [90]) == [1, 3, 90]
 
 
 def test_every_end_id_of_a_list_is_forced(run, smollm2, tmp_path):
@@ -129,31 +104,6 @@ def test_every_end_id_of_a_list_is_forced(run, smollm2, tmp_path):
     result = write_vocab_map(tmp_path / "out", tmp_path / "map", len(facts["forced_ids"]) + 3)
     assert result.t2d[[2, 40_000]].all() and result.filled == 0  # fewer than the used ones
     assert 0 < result.coverage < 1
-
-
-def test_bad_rows_are_counted_and_their_neighbours_kept(run, tmp_path):
-    good = write_chats(tmp_path / "good.jsonl", 3).read_text().splitlines()
-    long = json.dumps({"messages": [{"role": "user", "content": "w " * 600}, {"role": "assistant", "content": "ok"}]})
-    trailing = json.loads(good[2])
-    trailing["conversations"].append({"from": "human", "value": "left out"})
-    rows = [good[0], "{bad json", '{"messages": []}', good[1], "{worse json", long, json.dumps(trailing), good[0]]
-    mixed = tmp_path / "mixed.jsonl"
-    mixed.write_text("\n".join(rows))
-    totals = run(mixed)
-    assert totals.skipped == {
-        "invalid JSON": (2, "mixed.jsonl:2"),
-        "messages is empty": (1, "mixed.jsonl:3"),
-        "no assistant tokens after truncation to 512": (1, "mixed.jsonl:6"),
-    }
-    assert (totals.samples, totals.trimmed, totals.duplicates) == (4, 1, 1)
-    assert manifest(tmp_path / "out")["skipped"] == {reason: count for reason, (count, _) in totals.skipped.items()}
-    records = Index(tmp_path / "out").read()
-    assert [record["row"] for record in records if record["status"] == "skipped"] == [2, 3, 5, 6]
-    assert records[0]["conversation"] == records[-1]["conversation"] != records[3]["conversation"]  # duplicates
-    run(tmp_path / "good.jsonl", "clean")
-    for index in range(3):
-        for name, tensor in load_tensors(sample_path(tmp_path / "clean", index)).items():
-            assert torch.equal(tensor, load_tensors(sample_path(tmp_path / "out", index))[name])
 
 
 def test_samples_of_one_conversation_share_its_name(run, target, smollm2, tmp_path):
@@ -199,28 +149,39 @@ class Killed(BaseException):
 
 
 @pytest.fixture
-def killed_after(monkeypatch):
+def masked(monkeypatch):
+    """Counts the conversations that are masked, which come one by one; dies at one number of them."""
+    real, calls = Masker.samples_of, SimpleNamespace(count=0, kill_at=None)
+
+    def samples_of(self, conversations):
+        calls.count += len(conversations)
+        if calls.kill_at is not None and calls.count > calls.kill_at:
+            raise Killed
+        return real(self, conversations)
+
+    monkeypatch.setattr(workers, "BATCH", 1)
+    monkeypatch.setattr(Masker, "samples_of", samples_of)
+    return calls
+
+
+@pytest.fixture
+def killed_after(masked):
     """Make masking die after so many conversations."""
-    real = Masker.samples
 
     def kill(count):
-        calls = []
+        masked.count, masked.kill_at = 0, count
 
-        def samples(self, *arguments):
-            calls.append(1)
-            if len(calls) > count:
-                raise Killed
-            return real(self, *arguments)
+        def revive():
+            masked.kill_at = None
 
-        monkeypatch.setattr(Masker, "samples", samples)
-        return lambda: monkeypatch.setattr(Masker, "samples", real)
+        return revive
 
     return kill
 
 
 @pytest.mark.parametrize("copies", [3, 1_000])
-def test_resume_after_a_kill(run, killed_after, tmp_path, monkeypatch, copies):
-    monkeypatch.setattr(prepare, "CHECKPOINT_EVERY", copies)
+def test_resume_after_a_kill(run, killed_after, masked, tmp_path, monkeypatch, copies):
+    monkeypatch.setattr(stage, "CHECKPOINT_EVERY", copies)
     monkeypatch.setattr(token_counts, "MERGE_EVERY", 100)
     chats = write_folder(tmp_path / "chats", [15, 1, 24])
     run(chats, "unbroken")
@@ -230,11 +191,9 @@ def test_resume_after_a_kill(run, killed_after, tmp_path, monkeypatch, copies):
             run(chats)
         revive()
         assert not manifest(tmp_path / "out")["complete"]
-    masked = []
-    real = Masker.samples
-    monkeypatch.setattr(Masker, "samples", lambda self, *arguments: masked.append(1) or real(self, *arguments))
+    masked.count = 0
     totals = run(chats)
-    assert len(masked) < 30  # finished rows are not tokenised again
+    assert masked.count < 30  # finished rows are not tokenised again
     assert content(tmp_path / "out") == content(tmp_path / "unbroken")
     assert totals.samples == manifest(tmp_path / "out")["samples"] == 40
     assert totals.supervised == manifest(tmp_path / "unbroken")["supervised"]
@@ -242,13 +201,13 @@ def test_resume_after_a_kill(run, killed_after, tmp_path, monkeypatch, copies):
 
 
 def test_counts_ahead_of_an_index_that_lost_its_end(run, killed_after, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "CHECKPOINT_EVERY", 3)
+    monkeypatch.setattr(stage, "CHECKPOINT_EVERY", 3)
     chats = write_chats(tmp_path / "chats.jsonl", 12)
     run(chats, "unbroken", max_samples=6)
-    killed_after(10)
+    revive = killed_after(10)
     with pytest.raises(Killed):
         run(chats)
-    monkeypatch.undo()
+    revive()
     index = Index(tmp_path / "out").path
     index.write_bytes(b"".join(index.read_bytes().splitlines(keepends=True)[:2]))
     run(chats, max_samples=6)
@@ -257,19 +216,19 @@ def test_counts_ahead_of_an_index_that_lost_its_end(run, killed_after, tmp_path,
 
 def test_nothing_is_recorded_after_a_sample_that_could_not_be_written(run, tmp_path, monkeypatch):
     chats = write_chats(tmp_path / "chats.jsonl", 12)
-    real = artifacts.save_tensors
+    real = stage._sync_and_name
 
-    def full_disk(path, tensors):
-        if path.name == "00000004.pt":
+    def full_disk(temporary, path):
+        if path.endswith("/00000004.pt"):
             raise UserError("disk full")
-        return real(path, tensors)
+        return real(temporary, path)
 
-    monkeypatch.setattr(prepare, "MOST_PENDING", 2)
-    monkeypatch.setattr(artifacts, "save_tensors", full_disk)
+    monkeypatch.setattr(stage, "MOST_PENDING", 2)
+    monkeypatch.setattr(stage, "_sync_and_name", full_disk)
     with pytest.raises(UserError, match="disk full"):
         run(chats)
     assert list(Index(tmp_path / "out").samples()) == [0, 1, 2, 3]
-    monkeypatch.setattr(artifacts, "save_tensors", real)
+    monkeypatch.setattr(stage, "_sync_and_name", real)
     run(chats)
     run(chats, "unbroken")
     assert content(tmp_path / "out") == content(tmp_path / "unbroken")
@@ -284,7 +243,8 @@ def test_resume_from_a_torn_index(run, tmp_path):
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(tmp_path / "unbroken", out)
         facts = manifest(out)
-        artifacts.write_manifest(out, "01", facts["fingerprint"], complete=False)  # as a killed run leaves it
+        # as a killed run leaves it
+        artifacts.write_manifest(out, "01", facts["fingerprint"], date=facts["date"], complete=False)
         (out / "token_freq.pt").unlink()
         lines = Index(out).path.read_bytes().splitlines(keepends=True)
         Index(out).path.write_bytes(b"".join(lines[:kept]) + lines[kept][:20])
@@ -387,6 +347,22 @@ def test_damaged_counts_by_source_are_refused_by_03_and_counted_again(run, tmp_p
     assert run(chats).samples == 5 and content(out) == before
 
 
+def test_several_datasets_are_mixed_and_resumed(run, killed_after, tmp_path):
+    one, two = write_folder(tmp_path / "one", [20, 4]), write_chats(tmp_path / "two.jsonl", 12)
+    mixed = [f"{one}:0.75", f"{two}:0.25"]
+    run(mixed, "whole", shuffle=3, max_samples=16)
+    sources = [record["source"] for record in Index(tmp_path / "whole").samples().values()]
+    assert sum(source.startswith("one/") for source in sources) == 12 and sources.count("two.jsonl") == 4
+    revive = killed_after(7)
+    with pytest.raises(Killed):
+        run(mixed, shuffle=3, max_samples=16)
+    revive()
+    run(mixed, shuffle=3, max_samples=16)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    with pytest.raises(UserError, match="dataset is"):
+        run(mixed, shuffle=4, max_samples=16)
+
+
 def test_more_and_fewer_samples(run, tmp_path):
     chats = write_chats(tmp_path / "chats.jsonl", 12)
     run(chats, "all")
@@ -404,17 +380,29 @@ def test_more_and_fewer_samples(run, tmp_path):
 
 
 def test_an_artifact_of_something_else_is_refused(run, smollm2, tmp_path):
+    """Length, tokenizer, chat template, data, order and every other choice (P31)."""
     chats = write_chats(tmp_path / "chats.jsonl", 3)
     run(chats, max_samples=2)
-    with pytest.raises(UserError, match=r"max_seq_len is 512, this run has 256; .*--output-dir"):
-        run(chats, max_seq_len=256)
+    for choice, named in (
+        ({"max_seq_len": 256}, r"max_seq_len is 512, this run has 256; .*--output-dir"),
+        ({"overflow": "drop"}, "overflow is 'truncate', this run has 'drop'"),
+        ({"columns": {"messages": "m"}}, "columns is None, this run has {'messages': 'm'}"),
+        ({"keep_duplicates": True}, "keep_duplicates is False, this run has True"),
+        ({"shuffle": 1}, r"dataset is .*'shuffle': None.*, this run has .*'shuffle': 1"),
+    ):
+        with pytest.raises(UserError, match=named):
+            run(chats, **choice)
     other = shutil.copytree(smollm2, tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors"))
     kit.with_think_tags(smollm2).save_pretrained(other)
-    with pytest.raises(UserError, match=r"tokenizer is '[0-9a-f]{16}', this run has '[0-9a-f]{16}'"):
-        run(chats, target=open_target(str(other)))
+    edited = shutil.copytree(smollm2, tmp_path / "edited", ignore=shutil.ignore_patterns("*.safetensors"))
+    template = edited / "chat_template.jinja"
+    template.write_text(template.read_text().replace("AI assistant", "aid"))
+    for target in (other, edited):
+        with pytest.raises(UserError, match=r"tokenizer is '[0-9a-f]{16}', this run has '[0-9a-f]{16}'"):
+            run(chats, target=open_target(str(target)))
     with open(chats, "a") as file:
         file.write("{}\n")
-    with pytest.raises(UserError, match=r"dataset is '.*sha256.*', this run has '.*sha256"):
+    with pytest.raises(UserError, match=r"dataset is \[\{.*sha256.*, this run has \[\{.*sha256"):
         run(chats)
     (tmp_path / "out" / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"index\.jsonl but no manifest\.json"):
@@ -428,10 +416,11 @@ def test_only_the_default_length_is_lowered_to_the_targets_positions(run, target
     with pytest.raises(UserError, match=r"--max-seq-len 8193: the target takes 8192 positions .*; give at most 8192"):
         run(chats, max_seq_len=8193)
     run(chats, max_seq_len=None)
-    assert manifest(tmp_path / "out")["fingerprint"]["max_seq_len"] == 2048 and not capsys.readouterr().out
+    assert manifest(tmp_path / "out")["fingerprint"]["max_seq_len"] == 2048
+    assert "samples have at most" not in capsys.readouterr().out
     small = dataclasses.replace(target, config=target.config | {"max_position_embeddings": 1024})
     run(chats, "small", max_seq_len=None, target=small)
-    assert "cut to 1024 tokens instead of 2048: the target takes no more" in capsys.readouterr().out
+    assert "samples have at most 1024 tokens instead of 2048: the target takes no more" in capsys.readouterr().out
     assert manifest(tmp_path / "small")["fingerprint"]["max_seq_len"] == 1024
 
 
@@ -453,35 +442,11 @@ def test_a_hub_dataset_without_the_hub(run, tmp_path, monkeypatch):
         def as_streaming_dataset(self, split):
             return iter(rows)
 
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name: Builder())
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config, revision: Builder())
     assert run("mlabonne/open-perfectblend", max_samples=10).samples == 10
-    assert manifest(tmp_path / "out")["fingerprint"]["dataset"] == "mlabonne/open-perfectblend"
+    assert manifest(tmp_path / "out")["fingerprint"]["dataset"][0]["name"] == "mlabonne/open-perfectblend"
     assert [record["row"] for record in Index(tmp_path / "out").read()] == list(range(1, 11))
     assert run("mlabonne/open-perfectblend", max_samples=12).samples == 12
     rows[:] = rows[:5]
     with pytest.raises(UserError, match="the dataset has fewer rows than before"):
         run("mlabonne/open-perfectblend", max_samples=15)
-
-
-# ---------------------------------------------------------------------------------------- command line
-
-
-def test_the_command_line(run_script, tiny_target, chats, tmp_path):
-    out = tmp_path / "OUT" / "prepared"
-    command = ["01_prepare_dataset.py", "--model-path", tiny_target, "--output-dir", out]
-    command += ["--dataset", chats, "--max-samples", 10, "--max-seq-len", 512]
-    result = run_script(*command, cwd=tmp_path, environment={"HF_HUB_OFFLINE": "1"})
-    assert manifest(out)["samples"] == 10 and load_tensors(sample_path(out, 9))["loss_mask"].any()
-    assert "samples" in result.stdout and "assistant tokens" in result.stdout and "skipped rows" in result.stdout
-    assert "10/10" in result.stderr and "Warning" not in result.stderr
-
-
-def test_an_unreachable_hub_is_one_line(run_script, tiny_target, tmp_path):
-    result = run_script(
-        "01_prepare_dataset.py", "--model-path", tiny_target, "--output-dir", tmp_path / "out", "--max-samples", 10,
-        environment={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}, check=False, timeout=60,
-    )  # fmt: skip
-    assert result.returncode == 1
-    [line] = result.stderr.splitlines()
-    assert line.startswith("error: --dataset mlabonne/open-perfectblend: no such file, and the hub did not give")
-    assert "HF_ENDPOINT" in line and "local" in line

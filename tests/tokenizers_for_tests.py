@@ -1,4 +1,10 @@
-"""Chat templates and tokenizers with the habits that masking must cope with."""
+"""Chat templates and tokenizers with the habits that masking must cope with.
+
+Fixtures of the public cases: TOK-A is the embedded target (byte-level BPE, ChatML, a default system turn), TOK-A2
+CONCATENATES, TOK-B the Gemma family of families_for_tests.py (roles must alternate) and REJECTS_SYSTEM, TOK-C the Qwen3
+family, STRIPS_REASONING and ADDS_EMPTY_THINK, TOK-D `write_slow_target` (Python, no offsets) and the Kimi stand-in,
+TOK-E GENERATION_MARKERS.
+"""
 
 import json
 from pathlib import Path
@@ -10,6 +16,16 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONCATENATES = (  # a list of parts is no string (TOK-A2)
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+GENERATION_MARKERS = (  # TOK-E; masks do not use them
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|im_start|>assistant\n"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{{ '\n' }}"
+    "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # strips reasoning from all turns but the last message, as many reasoning models do
@@ -57,6 +73,29 @@ SPACE_BEFORE_ANSWER = (
 INSTRUCT = (
     "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
     "{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}"
+)
+# a server's prompt depends on what the user wrote
+SWITCHED_BY_THE_USER = PLAIN.replace(
+    "<|im_start|>assistant\n{% endif %}",
+    "<|im_start|>assistant\n{% if '/no_think' in messages[-1]['content'] %}<think></think>{% endif %}{% endif %}",
+)
+TRIMS_THE_LAST = PLAIN.replace(
+    "{{ m['content'] }}", "{% if loop.last %}{{ m['content'] | trim }}{% else %}{{ m['content'] }}{% endif %}"
+)
+# the end token of an answer that is not the last one is the next turn's
+ENDS_WITH_THE_NEXT = (
+    "{% for m in messages %}{% if m['role'] == 'user' and not loop.first %}<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{% if m['role'] == 'user' %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if not add_generation_prompt and messages | length > 2 %}<|im_end|>{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Mistral: reasoning of a field in a block of another name, an empty one for none; XML arguments
+OTHER_BLOCK = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "[THINK]{{ m.get('thinking', '') }}[/THINK]{% endif %}{{ m['content'] }}"
+    "{% for c in m.get('tool_calls', []) %}<call={{ c['function']['name'] }}>"
+    "{% for k, v in c['function']['arguments'].items() %}<arg={{ k }}>{{ v }}</arg>{% endfor %}</call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MARKERS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 

@@ -1,0 +1,1 @@
+"""Stage 01: conversations to samples of token ids and loss mask."""
