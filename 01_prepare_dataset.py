@@ -135,7 +135,7 @@ def main() -> None:
         trust_remote_code=arguments.trust_remote_code,
     )
     if options.exclusion:
-        terminal.say(f"{len(options.exclusion):,} prompts of --exclude are left out")
+        terminal.say(f"--exclude names {len(options.exclusion):,} prompts; rows that ask one of them are left out")
     own_prompts = arguments.dataset == ["self"]
     dataset = None if own_prompts else open_datasets(arguments.dataset, shuffle=arguments.shuffle)
     tokenizer = load_tokenizer(target, trust_remote_code=arguments.trust_remote_code)

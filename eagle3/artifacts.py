@@ -1,6 +1,7 @@
 """The artifact contract between stages: places, atomic writes, manifest, index and the lock of a directory.
 
     OUT/prepared/       manifest.json  index.jsonl  token_freq.pt  token_freq_by_source.pt  samples/00000/...
+                        skipped.jsonl, and where the target wrote them prompts.jsonl  answers.jsonl
     OUT/hidden_states/  manifest.json  index.jsonl                                          samples/00000/...
     OUT/vocab_map/      manifest.json  vocab_map.pt  coverage.png
     OUT/draft/          manifest.json  checkpoints/  export/  metrics.jsonl  tensorboard/
@@ -297,6 +298,17 @@ def code_version() -> str:
 # ------------------------------------------------------------------------------------------------ index
 
 
+def parse_record(line: bytes, where: str, remedy: str) -> Fields:
+    """The object of a JSON line. Raises UserError for anything else."""
+    try:
+        record = json.loads(line)
+        if not isinstance(record, dict):
+            raise ValueError(f"a {type(record).__name__}, expected an object")
+    except ValueError as error:
+        raise UserError(f"{where} is damaged ({error}); {remedy}") from error
+    return Fields(record, where, remedy)
+
+
 class Index:
     """index.jsonl of a stage: append only, one line a record; a later record of the same sample replaces the earlier.
 
@@ -315,13 +327,7 @@ class Index:
         records = []
         for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is torn, or empty
             where, remedy = f"{self.path} line {number}", "delete that line and rerun the stage that wrote it"
-            try:
-                record = json.loads(line)
-                if not isinstance(record, dict):
-                    raise ValueError(f"a {type(record).__name__}, expected an object")
-            except ValueError as error:
-                raise UserError(f"{where} is damaged ({error}); {remedy}") from error
-            records.append(Fields(record, where, remedy))
+            records.append(parse_record(line, where, remedy))
         return records
 
     def samples(self) -> dict[int, dict[str, Any]]:

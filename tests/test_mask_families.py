@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers_for_tests import outcome
 
 from eagle3.conversations import SkipRow
 from eagle3.masking import Masker, Sample
@@ -20,13 +21,6 @@ def generated(sample: Sample) -> list[tuple[list[int], list[int]]]:
     edges = [place for place in range(1, len(sample.mask)) if sample.mask[place] != sample.mask[place - 1]]
     edges += [len(sample.ids)] * (len(edges) % 2)
     return [(sample.ids[:begin], sample.ids[begin:end]) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
-
-
-def outcome(masker: Masker, conversation) -> list[Sample] | str:
-    try:
-        return masker.samples(conversation)
-    except SkipRow as skip:
-        return str(skip)
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)

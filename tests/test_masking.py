@@ -44,14 +44,7 @@ def masker(tokenizer):
 
 @pytest.fixture(scope="module")
 def make(smollm2):
-    """A masker of the embedded target's tokenizer, with think tags as tokens, and another template."""
-    tokenizer = kit.with_think_tags(smollm2)
-
-    def masker(template: str) -> Masker:
-        tokenizer.chat_template = template
-        return Masker(tokenizer, [2])
-
-    return masker
+    return kit.maskers_of(smollm2)
 
 
 def test_exact_ids_and_mask_with_a_default_system_prompt(tokenizer, masker):

@@ -31,23 +31,9 @@ def spans(tokenizer, sample: Sample) -> list[str]:
     return [tokenizer.decode([token for _, token in run]) for supervised, run in runs if supervised]
 
 
-def outcome(masker: Masker, talk: Conversation) -> list[Sample] | str:
-    try:
-        return masker.samples(talk)
-    except SkipRow as skip:
-        return str(skip)
-
-
 @pytest.fixture(scope="module")
 def make(smollm2):
-    """A masker of the embedded target's tokenizer, with think tags as tokens, and another template."""
-    tokenizer = kit.with_think_tags(smollm2)
-
-    def masker(template: str) -> Masker:
-        tokenizer.chat_template = template
-        return Masker(tokenizer, [2])
-
-    return masker
+    return kit.maskers_of(smollm2)
 
 
 TEMPLATES = [name for name, value in vars(kit).items() if name.isupper() and isinstance(value, str) and "{%" in value]
@@ -88,7 +74,7 @@ def test_the_fast_ways_give_what_the_plain_ones_give(make, name, turns, system):
     fast, plain = make(getattr(kit, name)), make(getattr(kit, name))
     fast._unproven, plain._markers, plain._template._watched = 0, None, None
     # the second time with what the first one has learnt
-    assert outcome(fast, talk) == outcome(fast, talk) == outcome(plain, talk)
+    assert kit.outcome(fast, talk) == kit.outcome(fast, talk) == kit.outcome(plain, talk)
 
 
 def test_a_known_shape_is_rendered_once_and_encoded_once(make, monkeypatch):
@@ -112,7 +98,7 @@ def test_conversations_masked_together_are_those_masked_alone(make):
     talks[7] = conversation(user("a"), answer("b<|im_end|>c"))  # no exact sample
     talks[9] = conversation(user("a"), answer("<think>R</think>A"), user("b"), answer("<think>S</think>B"))
     for template in (kit.PLAIN, kit.STRIPS_REASONING, kit.NO_HEADERS):
-        alone = [outcome(make(template), talk) for talk in talks]
+        alone = [kit.outcome(make(template), talk) for talk in talks]
         together = [item if isinstance(item, list) else str(item) for item in make(template).samples_of(talks)]
         assert together == alone and isinstance(together[7], str)
 
@@ -176,5 +162,5 @@ def test_texts_are_cut_only_at_tokens_that_stand_for_themselves(added):
     fast, plain = Masker(tokenizer, [257]), Masker(tokenizer, [257])
     fast._unproven, plain._markers = 0, None
     talk = conversation(user("a"), answer("yes"), user("ab"), answer("no"), user("a "), answer("go b"))
-    assert outcome(fast, talk) == outcome(plain, talk)
+    assert kit.outcome(fast, talk) == kit.outcome(plain, talk)
     assert "<go>" not in (fast._markers.pattern.split("|") if fast._markers else [])

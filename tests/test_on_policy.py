@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from prepare_for_tests import manifest
+from prepare_for_tests import manifest, prepare_here
 from responses_for_tests import Failed, Scripted
 
 from eagle3 import artifacts
@@ -128,6 +128,30 @@ def test_the_target_writes_the_prompts_too(run, tokenizer, tmp_path):
         assert "user\nWhat is number" in whole and said == "A number.<|im_end|>"
     assert run(None, answer, sampling=sampling, max_samples=5) == (None, [])
     assert run(None, answer, sampling=sampling, max_samples=7)[0].samples == 7
+
+
+def test_what_would_be_refused_in_the_end_is_refused_before_the_work(run, smollm2, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "One?", "response": "recorded"}\n')
+    prepare_here(smollm2, path, tmp_path / "recorded")
+    with pytest.raises(UserError, match=r"recorded holds samples of recorded answers; give another --output-dir"):
+        run(path, lambda *_: pytest.fail("the target answered"), "recorded")
+    run(path, lambda *_: "Yes.")
+    with pytest.raises(UserError, match="overflow is 'truncate', this run has 'drop'"):
+        run(path, lambda *_: pytest.fail("the target answered"), overflow="drop")
+
+
+def test_prompts_of_another_seed_are_refused(run, tmp_path):
+    def killed(prompt, request):
+        if not prompt.endswith("<|im_start|>user\n"):
+            raise KeyboardInterrupt  # all prompts are written, no answer is
+        return f"What is number {request.seed}?"
+
+    with pytest.raises(KeyboardInterrupt):
+        run(None, killed, max_samples=3)
+    (tmp_path / "out" / "answers.jsonl").unlink()
+    with pytest.raises(UserError, match=r"prompts\.jsonl: seed is 0, this run has 1"):
+        run(None, killed, sampling=Sampling(max_tokens=50, seed=1), max_samples=3)
 
 
 @pytest.mark.slow

@@ -7,12 +7,16 @@ TOK-E GENERATION_MARKERS.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from eagle3.conversations import Conversation, SkipRow
+from eagle3.masking import Masker, Sample
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -189,3 +193,22 @@ def write_slow_target(directory: Path, template: str) -> Path:
     config = {"model_type": "llama", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 8, "eos_token_id": 257}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def maskers_of(directory: Path) -> Callable[[str], Masker]:
+    """Makes a masker with the tokenizer of `directory`, think tags as tokens, and the template that is given."""
+    tokenizer = with_think_tags(directory)
+
+    def masker(template: str) -> Masker:
+        tokenizer.chat_template = template
+        return Masker(tokenizer, [2])
+
+    return masker
+
+
+def outcome(masker: Masker, conversation: Conversation) -> list[Sample] | str:
+    """The samples, or why there are none."""
+    try:
+        return masker.samples(conversation)
+    except SkipRow as skip:
+        return str(skip)

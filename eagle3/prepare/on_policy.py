@@ -19,13 +19,14 @@ from eagle3.exclusion import Exclusion
 from eagle3.masking import Masker
 from eagle3.model_files import tokenizer_hash
 from eagle3.prepare.progress import EXCLUDED
-from eagle3.prepare.stage import Options, end_ids_of, length_limit
+from eagle3.prepare.stage import Options, earlier, end_ids_of, length_limit, made_by
 from eagle3.responses.backends import Backend, Sampling, open_backend
 from eagle3.responses.journal import Answers, Journal, Tally
 from eagle3.responses.self_prompts import SelfPrompts, write_prompts
 from eagle3.responses.writer import is_written, write_answers
 from eagle3.sources import Datasets, Row
 from eagle3.target import Target, open_target
+from eagle3.terminal import UserError
 
 PROMPT_TOKENS = 512  # of a prompt that the target writes; longer ones are texts, not questions
 
@@ -103,8 +104,11 @@ def answered(
     journal = directory / "answers.jsonl"
     end_ids = end_ids_of(target, tokenizer)
     max_seq_len = length_limit(target, options.max_seq_len)
-    made_by = Journal(journal).fingerprint()
-    today = made_by["date"] if made_by else date.today().isoformat()  # a later run must render as the first did
+    # before hours of answering, not after them
+    if earlier(directory, made_by(target, options)) and not journal.exists():
+        raise UserError(f"{directory} holds samples of recorded answers; give another --output-dir, or delete it")
+    begun = Journal(journal).fingerprint()
+    today = begun["date"] if begun else date.today().isoformat()  # a later run must render as the first did
     common = {"target": target.config_hash, "tokenizer": tokenizer_hash(target.directory)}
     with contextlib.ExitStack() as stack:
 
@@ -129,13 +133,15 @@ def answered(
         if dataset is None:
             own = directory / "prompts.jsonl"
             wanted = -(-options.max_samples // sampling.samples_per_prompt)
+            writing = Sampling(temperature=1.0, max_tokens=PROMPT_TOKENS, seed=sampling.seed)
+            Journal(own).require_made_by(common | writing.fields())
             if not Journal(own).fingerprint() or SelfPrompts(own).total() < wanted:
                 write_prompts(
                     backend(),
                     tokenizer,
                     wanted,
                     own,
-                    Sampling(temperature=1.0, max_tokens=PROMPT_TOKENS, seed=sampling.seed),
+                    writing,
                     fingerprint=common,
                     max_seq_len=max_seq_len,
                     end_ids=end_ids,

@@ -59,18 +59,13 @@ def prepare(target: Target, tokenizer: Any, dataset: Datasets, directory: Path, 
     max_seq_len = length_limit(target, options.max_seq_len)
     if options.max_seq_len is None and max_seq_len < MAX_SEQ_LEN:
         terminal.say(f"samples have at most {max_seq_len} tokens instead of {MAX_SEQ_LEN}: the target takes no more")
-    fingerprint = {
-        "target": target.config_hash,
-        "tokenizer": tokenizer_hash(target.directory),
+    fingerprint = made_by(target, options) | {
         "dataset": dataset.identity(),
         "columns": options.columns,
-        "max_seq_len": max_seq_len,
-        "overflow": options.overflow,
-        "keep_duplicates": options.keep_duplicates,
         "exclude": options.exclusion.identity() if options.exclusion else None,
     }
     end_ids = end_ids_of(target, tokenizer)
-    manifest = _earlier(directory, fingerprint)
+    manifest = earlier(directory, fingerprint)
     facts = {
         "max_samples": options.max_samples,
         # a template may print today's date: a run that goes on tomorrow must render as it began
@@ -165,7 +160,18 @@ def length_limit(target: Target, max_seq_len: int | None) -> int:
     return max_seq_len
 
 
-def _earlier(directory: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
+def made_by(target: Target, options: Options) -> dict[str, Any]:
+    """The part of the fingerprint that says nothing of the rows."""
+    return {
+        "target": target.config_hash,
+        "tokenizer": tokenizer_hash(target.directory),
+        "max_seq_len": length_limit(target, options.max_seq_len),
+        "overflow": options.overflow,
+        "keep_duplicates": options.keep_duplicates,
+    }
+
+
+def earlier(directory: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
     """The manifest of an earlier run. Raises UserError when that run was about something else."""
     manifest = artifacts.read_manifest(directory, STAGE, missing_ok=True)
     if manifest:

@@ -53,15 +53,10 @@ class Journal:
 
     def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
         where, remedy = f"{self.path} line {number}", "delete that line, then the same command writes it again"
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError(f"a {type(record).__name__}, expected an object")
-        except ValueError as error:
-            raise UserError(f"{where} is damaged ({error}); {remedy}") from error
+        record = artifacts.parse_record(line, where, remedy)
         if (number == 1) != ("fingerprint" in record):
             raise UserError(f"{self.path} line 1 does not say what made the file; delete the file")
-        return artifacts.Fields(record, where, remedy)
+        return record
 
     def fingerprint(self) -> dict[str, Any] | None:
         """What made the file; None where there is none yet."""

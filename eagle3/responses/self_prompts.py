@@ -58,8 +58,6 @@ def user_turn(tokenizer: Any) -> UserTurn:
 class SelfPrompts:
     """The prompts of a journal as a dataset for stage 01."""
 
-    split = None
-
     def __init__(self, path: Path) -> None:
         self._journal = Journal(path)
         self._fingerprint = self._journal.fingerprint()
