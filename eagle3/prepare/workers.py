@@ -5,11 +5,13 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +116,19 @@ def _died() -> UserError:
 
 def _start_worker(settings: RowSettings, carrier: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; stage 01 ends its workers itself
-    terminal.end_with_parent()
+    threading.Thread(target=_end_with_stage, daemon=True).start()
     terminal.quiet_libraries()
     import torch
 
     torch.set_num_threads(1)
     global _settings, _carrier
     _settings, _carrier = settings, Path(carrier)
+
+
+def _end_with_stage() -> None:
+    """End this worker when the process of stage 01 is gone; its own parent is the one it was forked from."""
+    connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
 
 @cache
