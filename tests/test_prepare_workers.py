@@ -4,6 +4,8 @@ import json
 import os
 import runpy
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from conftest import REPOSITORY
 from prepare_for_tests import prepare_here
 
+from eagle3 import engine_guard
 from eagle3.artifacts import Index
 from eagle3.prepare import workers
 from eagle3.prepare.workers import count_for
@@ -74,6 +77,25 @@ def test_a_worker_that_is_killed_ends_the_run_which_then_continues(smollm2, rows
     prepare_here(smollm2, rows, tmp_path / "out", num_proc=1)
     prepare_here(smollm2, rows, tmp_path / "one", num_proc=1)
     assert result(tmp_path / "out") == result(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_no_process_outlives_a_stage_that_is_killed(smollm2, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", 20_000)
+    command = [sys.executable, REPOSITORY / "01_prepare_dataset.py", "--model-path", smollm2, "--dataset", path]
+    command += ["--output-dir", tmp_path / "out", "--num-proc", 2]
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as stage:
+        roots = {stage.pid: engine_guard._look(stage.pid)[1]}
+        deadline = time.monotonic() + 60
+        while not any((tmp_path / "out").glob("samples/*/*.pt")):  # the workers are at work
+            assert stage.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        started = engine_guard.family(roots)
+        assert len(started) >= 4  # the stage, what workers are forked from, and two workers
+        stage.kill()
+    while engine_guard.alive(started):
+        assert time.monotonic() < deadline, engine_guard.alive(started)
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
