@@ -33,6 +33,7 @@ from eagle3.draft.loss import Teacher
 from eagle3.draft.model import DraftModel
 from eagle3.export import read_export, target_to_draft
 from eagle3.served_check import Counts
+from eagle3.states import Layout
 from eagle3.target import Target, TargetHead, load_tokenizer, open_target
 from eagle3.terminal import UserError
 from eagle3.training.metrics import walk
@@ -71,7 +72,8 @@ def count_walk(
 ) -> Counts:
     """What a server would count that proposes `drafts` tokens a step."""
     layers = (*draft.config.aux_layers, target.num_layers)
-    settings = interface.EngineSettings(target, layers, "float32", 1, scratch)
+    layout = Layout(layers, target.hidden_size, "float32", "float32", "float32")
+    settings = interface.EngineSettings(target, layout, 1, scratch)
     head = TargetHead(target, torch.float32, "cpu", rows=torch.arange(len(d2t)) + d2t)
     to_draft = target_to_draft(d2t, target.vocab_size)
     counts = Counts(0, 0, [0] * drafts)
@@ -79,13 +81,15 @@ def count_walk(
         contextlib.closing(TransformersEngine(settings)) as engine,
         terminal.progress(len(answers), "answer", "walking") as bar,
     ):
-        for answer, captured in zip(answers, engine.capture(a.prompt + a.written for a in answers), strict=True):
-            mask = torch.arange(len(captured.token_ids)) >= len(answer.prompt)  # [T]
+        for answer in answers:
+            ids = torch.tensor(answer.prompt + answer.written, dtype=torch.int32)  # [T]
+            (scored,) = engine.score([ids.tolist()], 1)
+            mask = torch.arange(len(ids)) >= len(answer.prompt)  # [T]
             sample = {
-                "input_ids": torch.tensor(captured.token_ids, dtype=torch.int32),
+                "input_ids": ids,
                 "loss_mask": mask,
-                "aux_hidden": captured.states[:, :-1].flatten(1),
-                "final_hidden": captured.states[:, -1][mask],
+                "aux_hidden": scored.states[:, :-1].flatten(1),
+                "final_hidden": scored.states[:, -1][mask],
             }
             batch = make_batch([sample], drafts, "served")
             output = draft(batch, Teacher(head(batch.final_hidden)))

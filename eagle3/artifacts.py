@@ -6,6 +6,7 @@
     OUT/vocab_map/      manifest.json  vocab_map.pt  coverage.png
     OUT/draft/          manifest.json  checkpoints/  export/  metrics.jsonl  tensorboard/
 
+Shard 0 of 4 of stage 02 has manifest.shard-0-of-4.json and index.shard-0-of-4.jsonl until the shards are merged.
 A file that exists under its final name is whole: it was written under a temporary name in the same folder, synced
 and renamed. Everything loads with `weights_only=True`.
 """
@@ -21,12 +22,14 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
+from eagle3.states import FP8
 from eagle3.terminal import UserError, short
 
 SCHEMA_VERSION = 1
@@ -34,8 +37,30 @@ SAMPLES_PER_FOLDER = 1000  # directories stay listable at a million samples
 CONTENT = {"01": "prepared samples", "02": "hidden states", "03": "vocabulary map", "04": "draft"}
 # name -> dtypes, dimensions
 PREPARED = {"input_ids": ((torch.int32,), 1), "loss_mask": ((torch.bool,), 1)}
-STATES = PREPARED | dict.fromkeys(("aux_hidden", "final_hidden"), ((torch.bfloat16, torch.float32), 2))
+STATES = PREPARED | dict.fromkeys(("aux_hidden", "final_hidden"), ((torch.bfloat16, torch.float32, FP8), 2))
+SCALES = {"aux_hidden": ("aux_scale", ((torch.float32,), 2)), "final_hidden": ("final_scale", ((torch.float32,), 1))}
 VOCAB_MAP = {"d2t": ((torch.int64,), 1), "t2d": ((torch.bool,), 1)}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Every `count`-th sample of a stage's work on a directory, with manifest, index, lock and log of its own."""
+
+    index: int
+    count: int
+
+    def named(self, name: str) -> str:
+        """The shard's own form of a file name: index.jsonl -> index.shard-0-of-4.jsonl; of the whole, the name."""
+        if self.count == 1:
+            return name
+        stem, dot, suffix = name.rpartition(".")
+        return f"{stem}.shard-{self.index}-of-{self.count}{dot}{suffix}"
+
+    def holds(self, sample: int) -> bool:
+        return sample % self.count == self.index
+
+
+WHOLE = Shard(0, 1)
 
 
 class Fields(dict):
@@ -132,6 +157,13 @@ def load_tensors(path: Path) -> Any:
 def load_fields(path: Path, layout: dict[str, tuple[tuple[torch.dtype, ...], int]], stage: str) -> dict[str, Any]:
     """Load a `.pt` of named tensors and check their dtypes and dimensions. Raises UserError naming what differs."""
     tensors = load_tensors(path)
+    _require_fields(path, tensors, layout, stage)
+    return tensors
+
+
+def _require_fields(
+    path: Path, tensors: Any, layout: dict[str, tuple[tuple[torch.dtype, ...], int]], stage: str
+) -> None:
     for name, (dtypes, dimensions) in layout.items():
         tensor = tensors.get(name) if isinstance(tensors, dict) else None
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes or tensor.dim() != dimensions:
@@ -140,11 +172,16 @@ def load_fields(path: Path, layout: dict[str, tuple[tuple[torch.dtype, ...], int
             raise UserError(
                 f"{path} is damaged: {name} is {found}, expected {wanted}; delete it and rerun stage {stage}"
             )
-    return tensors
+
+
+def ids_digest(input_ids: torch.Tensor) -> str:
+    """Of int32 ids [T]: states are matched with a sample by its tokens, never by their place or number alone."""
+    return hashlib.blake2b(input_ids.numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def load_sample(directory: Path, stage: str, record: dict[str, Any], vocab_size: int) -> dict[str, torch.Tensor]:
-    """Load one sample of stage 01 or 02 and check it against its index record: lengths, supervised count, range of ids.
+    """Load one sample of stage 01 or 02 and check it against its index record: lengths, supervised count, range of ids,
+    and for stage 02 that the states are of these ids.
 
     Raises UserError naming the file and both values.
     """
@@ -156,6 +193,10 @@ def load_sample(directory: Path, stage: str, record: dict[str, Any], vocab_size:
     if stage == "02":
         found |= {"aux states": len(sample["aux_hidden"]), "final states": len(sample["final_hidden"])}
         wanted |= {"aux states": record["tokens"], "final states": record["supervised"]}
+        scales = dict(SCALES[name] for name in SCALES if sample[name].dtype == FP8)
+        _require_fields(path, sample, scales, stage)
+        found |= {name: len(sample[name]) for name in scales}
+        wanted |= {name: record["tokens" if name == "aux_scale" else "supervised"] for name in scales}
     for name, count in wanted.items():
         if found[name] != count:
             raise UserError(
@@ -166,6 +207,8 @@ def load_sample(directory: Path, stage: str, record: dict[str, Any], vocab_size:
             f"{path} is damaged: ids from {int(ids.min())} to {int(ids.max())}, the target has {vocab_size}; "
             f"delete it and rerun stage {stage}"
         )
+    if stage == "02" and ids_digest(ids) != record["ids"]:
+        raise UserError(f"{path} is damaged: its ids are not those of the index; delete it and rerun stage 02")
     return sample
 
 
@@ -219,21 +262,23 @@ def sample_path(directory: Path, index: int) -> Path:
 # --------------------------------------------------------------------------------------------- manifest
 
 
-def write_manifest(directory: Path, stage: str, fingerprint: dict[str, Any], **facts: Any) -> None:
+def write_manifest(
+    directory: Path, stage: str, fingerprint: dict[str, Any], *, shard: Shard = WHOLE, **facts: Any
+) -> None:
     """Write manifest.json. `fingerprint` is what made the artifacts: a rerun or a later stage compares it."""
     save_json(
-        directory / "manifest.json",
+        directory / shard.named("manifest.json"),
         {"schema_version": SCHEMA_VERSION, "stage": stage, "fingerprint": fingerprint, **facts, "code": code_version()},
     )
 
 
-def read_manifest(directory: Path, stage: str, *, missing_ok: bool = False) -> Fields | None:
+def read_manifest(directory: Path, stage: str, *, shard: Shard = WHOLE, missing_ok: bool = False) -> Fields | None:
     """Read and check manifest.json of `stage`.
 
     Returns None when it is absent and `missing_ok`. Raises UserError when absent, unreadable, of another stage or
     of another schema; so does taking a field that it lacks.
     """
-    path = directory / "manifest.json"
+    path = directory / shard.named("manifest.json")
     remedy = f"delete {directory} and rerun stage {stage}"
     try:
         manifest = json.loads(path.read_bytes())
@@ -309,14 +354,21 @@ def parse_record(line: bytes, where: str, remedy: str) -> Fields:
     return Fields(record, where, remedy)
 
 
+def _is_record(line: bytes) -> bool:
+    try:
+        return {"index", "status"} <= json.loads(line).keys()
+    except (ValueError, AttributeError):
+        return False
+
+
 class Index:
     """index.jsonl of a stage: append only, one line a record; a later record of the same sample replaces the earlier.
 
     A line torn by a kill is cut off when the index is opened for writing, and ignored when only read.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "index.jsonl"
+    def __init__(self, directory: Path, shard: Shard = WHOLE) -> None:
+        self.path = directory / shard.named("index.jsonl")
 
     def read(self) -> list[dict[str, Any]]:
         """All whole records in file order. Raises UserError naming the line if one in the middle is damaged."""
@@ -329,6 +381,17 @@ class Index:
             where, remedy = f"{self.path} line {number}", "delete that line and rerun the stage that wrote it"
             records.append(parse_record(line, where, remedy))
         return records
+
+    def mend(self) -> int:
+        """Drop the lines that are no records and return their number. For the stage that can make what they told of."""
+        if not self.path.exists():
+            return 0
+        *lines, torn = self.path.read_bytes().split(b"\n")
+        whole = list(filter(_is_record, lines))
+        if len(whole) < len(lines):
+            with atomic_file(self.path) as file:
+                file.write(b"\n".join([*whole, torn]))
+        return len(lines) - len(whole)
 
     def samples(self) -> dict[int, dict[str, Any]]:
         """The latest record of each sample, by index, ascending."""
@@ -364,8 +427,8 @@ class IndexWriter:
 
 
 @contextlib.contextmanager
-def directory_lock(directory: Path) -> Iterator[None]:
-    """Hold the one lock of an output directory; a second process is refused with the holder's host and pid.
+def directory_lock(directory: Path, shard: Shard = WHOLE) -> Iterator[None]:
+    """Hold the lock of an output directory, or of a shard in it; a second process is refused with its host and pid.
 
     On one host the kernel's flock decides, so a killed process leaves nothing stale. A lock written by another host
     (shared file system) is trusted as it stands: only a person can know that it is stale.
@@ -375,7 +438,7 @@ def directory_lock(directory: Path) -> Iterator[None]:
     except (FileExistsError, NotADirectoryError):
         taken = next(path for path in (directory, *directory.parents) if path.exists())
         raise UserError(f"{directory} cannot be made, {taken} is a file; give another --output-dir") from None
-    path = directory / ".lock"
+    path = directory / shard.named(".lock")
     me = f"{socket.gethostname()} pid {os.getpid()}"
     with open(path, "a+") as file:
         try:
@@ -392,16 +455,21 @@ def directory_lock(directory: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(me)
         file.flush()
-        remove_temporaries(directory)
+        remove_temporaries(directory, shard)
         try:
             yield
         finally:
             file.truncate(0)
 
 
-def remove_temporaries(directory: Path) -> None:
+def remove_temporaries(directory: Path, shard: Shard = WHOLE) -> None:
     """Delete temporary files that a writer left behind. Only for the lock's holder, who alone writes here."""
-    for pattern in (".*.tmp", "samples/.*.tmp", "samples/*/.*.tmp", "checkpoints/.*.tmp"):
+    if shard == WHOLE:
+        patterns = (".*.tmp", "samples/.*.tmp", "samples/*/.*.tmp", "checkpoints/.*.tmp")
+    else:
+        patterns = (*(f".{shard.named(name)}.*.tmp" for name in ("manifest.json", "index.jsonl")), "samples/*/.*.tmp")
+    for pattern in patterns:
         for path in directory.glob(pattern):
-            if path.is_file():
+            number = path.name.split(".")[1]  # other shards may be writing theirs
+            if path.is_file() and (shard == WHOLE or not number.isdigit() or shard.holds(int(number))):
                 path.unlink()

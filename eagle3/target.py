@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from eagle3 import model_files
 from eagle3.model_files import read_json
+from eagle3.packages import require_packages
 from eagle3.terminal import UserError, short
 
 # Final norms that multiply by 1 + weight (transformers 5.19; gemma3n and gemma4 do not)
@@ -26,13 +27,25 @@ NORMS_PLUS_ONE = (
     "gemma2",
     "gemma3",
     "gemma3_text",
+    "minimax_m3_vl_text",
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
     "recurrent_gemma",
+    "step3p5",
     "vaultgemma",
+)
+
+# What the stages read of every target; nested configs may leave it to the defaults of their class
+NEEDED_KEYS = (
+    "hidden_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "vocab_size",
 )
 
 
@@ -74,7 +87,7 @@ class Target:
 
     @property
     def tied_embeddings(self) -> bool:
-        """Whether lm_head is the embedding. Where the config does not say, transformers' default for the model type."""
+        """Whether the config says that lm_head is the embedding, or leaves it to a class of transformers that does."""
         if "tie_word_embeddings" in self.config:
             return bool(self.config["tie_word_embeddings"])
         from transformers import CONFIG_MAPPING
@@ -111,8 +124,11 @@ def open_target(model_path: str, *, weights: bool = False) -> Target:
         raise UserError(f"{directory}/config.json: text_config is {text!r}, expected an object; fetch it again")
     text = dict(text)
     text["architectures"] = raw.get("architectures")  # what servers load is the whole model
-    if "text_config" in raw and "tie_word_embeddings" not in text and "tie_word_embeddings" in raw:
-        text["tie_word_embeddings"] = raw["tie_word_embeddings"]
+    # the whole model's flag decides in transformers 5, older ones wrote it beside the text model's sizes
+    if stated := [part["tie_word_embeddings"] for part in (raw, text) if "tie_word_embeddings" in part]:
+        text["tie_word_embeddings"] = any(stated)
+    if "text_config" in raw and any(key not in text for key in NEEDED_KEYS):
+        text = _with_defaults(text)
     generation = read_json(directory / "generation_config.json") or {}
     ends: set[int] = set()
     for value in (raw.get("eos_token_id"), text.get("eos_token_id"), generation.get("eos_token_id")):
@@ -122,6 +138,18 @@ def open_target(model_path: str, *, weights: bool = False) -> Target:
     target = Target(name, directory, text, tuple(sorted(ends)), digest)
     _ = target.hidden_size, target.num_layers, target.vocab_size  # each raises where the config lacks it
     return target
+
+
+def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
+    """A text model's config with what it leaves out: Gemma-3's states only what differs from transformers' defaults."""
+    from transformers import CONFIG_MAPPING
+
+    if text.get("model_type") not in CONFIG_MAPPING:
+        return text
+    try:
+        return CONFIG_MAPPING[text["model_type"]](**text).to_dict() | text
+    except Exception:  # of the checks of config classes; what is missing is named where it is needed
+        return text
 
 
 def _local_directory(model_path: str, weights: bool) -> Path:
@@ -184,8 +212,10 @@ def _tokenizer_code(target: Target) -> str | None:
 
 
 def load_tokenizer(target: Target, *, trust_remote_code: bool) -> Any:
-    """The target's tokenizer. Raises UserError without one, or without a chat template."""
+    """The target's tokenizer. Raises UserError without one, without a package it needs, or without a chat template."""
     require_trust(target, trust_remote_code)
+    if trust_remote_code:
+        require_packages(target.directory, ("AutoTokenizer",))
     from transformers import AutoTokenizer
 
     if not any(any(target.directory.glob(name)) for name in model_files.TOKENIZER_FILES):
@@ -202,9 +232,8 @@ def load_tokenizer(target: Target, *, trust_remote_code: bool) -> Any:
                 f"the tokenizer's code is {file} of the hub's {repository}, which cannot be fetched ({short(error)}); "
                 f"copy that file into {target.directory} and write {code} for it in tokenizer_config.json's auto_map"
             ) from error
-        raise UserError(
-            f"{target.directory}: the tokenizer does not load ({short(error)}); fetch its files again"
-        ) from error
+        remedy = "install what it names" if isinstance(error, ImportError) else "fetch its files again"
+        raise UserError(f"{target.directory}: the tokenizer does not load ({short(error)}); {remedy}") from error
     if not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer of {target.directory} has no chat template; put the model's chat_template.jinja there"
@@ -234,13 +263,17 @@ def default_aux_layers(num_layers: int) -> list[int]:
 
 
 def parse_aux_layers(text: str | None, num_layers: int) -> list[int]:
-    """`--aux-layers` as ascending ids in 1..N-1, or the default when not given."""
-    if text is None:
+    """`--aux-layers` as ascending ids in 1..N-1: a list, negative ids counted from N, or the default.
+
+    Not given, or "default", is the default. Raises UserError for anything else.
+    """
+    if text is None or text.strip() == "default":
         return default_aux_layers(num_layers)
     try:
-        layers = sorted(int(part) for part in text.replace(",", " ").split())
+        given = [int(part) for part in text.strip().strip("[]").replace(",", " ").split()]
     except ValueError:
-        raise UserError(f"--aux-layers {text!r}: expected integers such as 2,15,27") from None
+        raise UserError(f"--aux-layers {text!r}: expected integers such as 2,15,27, or default") from None
+    layers = sorted(layer + num_layers if layer < 0 else layer for layer in given)
     if not layers or len(set(layers)) != len(layers) or not 1 <= layers[0] <= layers[-1] < num_layers:
         raise UserError(f"--aux-layers {text!r}: expected different ids in 1..{num_layers - 1}")
     return layers
@@ -249,11 +282,20 @@ def parse_aux_layers(text: str | None, num_layers: int) -> list[int]:
 # ---------------------------------------------------------------------------------------------- tensors
 
 
+def _files_outside_layers(target: Target) -> dict[str, Path]:
+    """File of every tensor that is not inside a layer; MTP layers bring an embedding and a head of their own."""
+    return {name: file for name, file in model_files.weight_files(target.directory).items() if "layers." not in name}
+
+
+def _named(names: Iterable[str], wanted: str) -> list[str]:
+    return [name for name in names if name == wanted or name.endswith("." + wanted)]
+
+
 def _find_tensor(target: Target, wanted: str, *, prefix: str | None = None, note: str = "") -> tuple[str, Path]:
-    """Name and file of the one tensor `wanted`, with this prefix or any. Those inside layers (MTP) do not count."""
-    files = {name: file for name, file in model_files.weight_files(target.directory).items() if "layers." not in name}
+    """Name and file of the one tensor `wanted` outside the layers, with this prefix or any."""
+    files = _files_outside_layers(target)
     if prefix is None:
-        names = [name for name in files if name == wanted or name.endswith("." + wanted)]
+        names = _named(files, wanted)
     else:
         names = [name for name in files if name == prefix + wanted]
     if len(names) != 1:
@@ -301,8 +343,12 @@ def read_embedding(target: Target) -> torch.Tensor:
 
 
 def read_lm_head(target: Target) -> torch.Tensor:
-    """Output head, [V, H]: the embedding where the config ties them, otherwise lm_head, never a fallback."""
-    if target.tied_embeddings:
+    """Output head, [V, H]: the checkpoint's lm_head; where it holds none, the embedding if the config ties them.
+
+    A config may tie what the checkpoint holds apart (fine-tuned heads). transformers 5 and vLLM 0.32 then run the
+    checkpoint's lm_head. Raises UserError when there is none and the config does not tie.
+    """
+    if target.tied_embeddings and not _named(_files_outside_layers(target), "lm_head.weight"):
         return read_embedding(target)
     name, path = _find_tensor(target, "lm_head.weight", note=" (config.json does not tie it to the embedding)")
     return _read_tensor(target, name, path, (target.vocab_size, target.hidden_size))

@@ -82,7 +82,7 @@ def load(model_dir: Path, log: Path, *, dtype: str, max_model_len: int, **settin
     if torch.cuda.is_available():  # to ask starts CUDA here, after which a forked engine cannot use it
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if "VLLM_RPC_BASE_PATH" not in os.environ:
-        os.environ["VLLM_RPC_BASE_PATH"] = _socket_folder()
+        os.environ["VLLM_RPC_BASE_PATH"] = str(private_folder())
     guard = engine_guard.EngineGuard(log)
     try:
         with output_to(log, "starting vLLM"):
@@ -94,7 +94,7 @@ def load(model_dir: Path, log: Path, *, dtype: str, max_model_len: int, **settin
         if not isinstance(error, UserError):
             raise
         other = "" if torch.cuda.is_available() else "stage 02 can do without vLLM: --engine transformers"
-        if advice := _memory_advice(str(error)) or other:
+        if advice := _advice(str(error)) or other:
             raise UserError(f"{error}; {advice}") from error
         raise
     llm.guard = guard
@@ -105,25 +105,30 @@ def load(model_dir: Path, log: Path, *, dtype: str, max_model_len: int, **settin
 
 
 @cache
-def _socket_folder() -> str:
-    """A folder that nobody else may enter for the sockets between this process and its engines.
+def private_folder() -> Path:
+    """A folder that nobody else may enter for the sockets between this process and its engines; gone at the exit.
 
     vLLM would leave them in /tmp for ever, and any user of the machine could connect to them.
     """
     folder = tempfile.mkdtemp(prefix="eagle3-")  # 0700, and short: the path of a socket has 107 characters at most
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    return Path(folder)
 
 
 def died(log: Path, start: int) -> UserError:
     """The error for an engine that died while computing, with the cause that `log` names after byte `start`."""
     cause = cause_in(log, start)
     parts = [f"vLLM died while computing{f' ({cause})' if cause else ''}; its output is in {log}"]
-    return UserError("; ".join([*parts, _memory_advice(cause) or "the same command continues"]))
+    return UserError("; ".join([*parts, _advice(cause) or "the same command continues"]))
 
 
-def _memory_advice(cause: str) -> str:
-    """What to do about a lack of memory, empty where `cause` is something else."""
+def _advice(cause: str) -> str:
+    """What to do about a lack of memory or of aux states, empty where `cause` is something else."""
+    if "does not support EAGLE3" in cause:
+        return (
+            "this vLLM gives no aux states of this model, so it serves no EAGLE-3 draft of it either; "
+            "stage 02 can do without vLLM: --engine transformers"
+        )
     other = "another process may hold the memory (nvidia-smi lists them)"
     more = "shard over more GPUs with --tensor-parallel-size"
     if "less than desired GPU memory utilization" in cause:

@@ -7,22 +7,38 @@ import torch
 
 from eagle3 import artifacts
 from eagle3.artifacts import Index
-from eagle3.capture.interface import Captured, EngineSettings, Scored
+from eagle3.capture.interface import Engine, EngineSettings, Sample, Scored
 from eagle3.model_files import tokenizer_hash
+from eagle3.states import Layout
 from eagle3.target import default_aux_layers, open_target
 
 
 def settings_for(model: Path, output_dir: Path, **changes) -> EngineSettings:
+    """Settings of a small run; `layers`, `dtype`, `aux` and `final` go into the layout."""
     target = open_target(str(model))
-    layers = (*default_aux_layers(target.num_layers), target.num_layers)
+    layers = changes.pop("layers", (*default_aux_layers(target.num_layers), target.num_layers))
+    dtype = changes.pop("dtype", "float32")
+    layout = Layout(layers, target.hidden_size, dtype, changes.pop("aux", dtype), changes.pop("final", dtype))
     output_dir.mkdir(parents=True, exist_ok=True)
-    defaults = {"target": target, "layers": layers, "dtype": "float32", "batch_tokens": 512, "output_dir": output_dir}
+    defaults = {"target": target, "layout": layout, "batch_tokens": 512, "output_dir": output_dir}
     return EngineSettings(**(defaults | changes))
+
+
+def states_of(engine: Engine, prompts: list[list[int]]) -> list[torch.Tensor]:
+    """Whole states of each prompt, [T, L, H]."""
+    return [scored.states for scored in engine.score(prompts, 1)]
 
 
 def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(20, 40000, (length,), generator=generator).tolist() for length in lengths]
+
+
+def samples_of(prompts: list[list[int]], first: int = 0) -> Iterator[Sample]:
+    """Prepared samples numbered from `first`; the second half of each prompt is supervised."""
+    for i, prompt in enumerate(prompts, first):
+        ids = torch.tensor(prompt, dtype=torch.int32)
+        yield Sample({"index": i}, ids, torch.arange(len(prompt)) >= len(prompt) // 2)
 
 
 def write_prepared(directory: Path, model: Path, prompts: list[list[int]], **manifest) -> Path:
@@ -50,10 +66,9 @@ class Altered:
         self._change = change
         self.name, self.version = engine.name, engine.version
 
-    def prompt_logprobs(self, prompts: list[list[int]], k: int) -> Iterator[Scored]:
-        for one in self._engine.prompt_logprobs(prompts, k):
-            states = self._change(one.captured.states.clone())
-            yield Scored(Captured(one.captured.token_ids, states), one.top_ids, one.top_logprobs)
+    def score(self, prompts: list[list[int]], k: int) -> list[Scored]:
+        scored = self._engine.score(prompts, k)
+        return [Scored(self._change(one.states.clone()), one.top_ids, one.top_logprobs) for one in scored]
 
 
 def post_norm(norm: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -39,6 +39,7 @@ def write_states(directory: Path, model: Path, count: int = 12, draft_vocab_size
                 index=number,
                 tokens=tokens,
                 supervised=int(mask.sum()),
+                ids=artifacts.ids_digest(ids),
                 source="made for tests",
                 dataset="made for tests",
                 conversation=f"made:{number}",

@@ -16,6 +16,7 @@ from states_for_tests import AUX_LAYERS, write_states
 
 from eagle3 import artifacts, default_target, model_files
 from eagle3.capture import engines, extract
+from eagle3.capture.run import load
 from eagle3.capture.transformers_engine import TransformersEngine
 from eagle3.draft.config import derive
 from eagle3.prepare.progress import Totals
@@ -324,7 +325,7 @@ def altered(path: Path, **values: torch.Tensor) -> None:
 def test_a_prepared_sample_of_the_right_size_with_the_wrong_content(prepared: Path, values: dict, line: str) -> None:
     altered(prepared / SAMPLE, **values)
     with pytest.raises(UserError, match=rf"{SAMPLE} is damaged: {line}.*; delete it and rerun stage 01"):
-        extract._load(prepared, artifacts.Index(prepared).samples()[1], 49152)
+        load(prepared, artifacts.Index(prepared).samples()[1], 49152)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +403,7 @@ def test_pickles_in_the_place_of_artifacts_are_never_loaded(
     config = derive(target, 64, AUX_LAYERS)
     hidden = states / "hidden_states"
     places = {
-        prepared / SAMPLE: lambda: extract._load(prepared, artifacts.Index(prepared).samples()[1], 49152),
+        prepared / SAMPLE: lambda: load(prepared, artifacts.Index(prepared).samples()[1], 49152),
         prepared / "token_freq.pt": lambda: artifacts.load_counts(prepared, 49152, 1),
         hidden / SAMPLE: lambda: load_sample(hidden, artifacts.Index(hidden).samples()[1], config),
         states / "vocab_map" / "vocab_map.pt": lambda: opened(tiny_target, states),

@@ -145,7 +145,7 @@ def test_an_index_that_lost_its_records_is_not_trusted(work: Workplace, name: st
         read(work)
 
 
-@pytest.mark.parametrize(("name", "read"), [READERS[i] for i in (0, 1, 3, 4)])
+@pytest.mark.parametrize(("name", "read"), [READERS[i] for i in (0, 1, 4)])  # 02 makes its own again
 @pytest.mark.parametrize(
     ("record", "line"),
     [

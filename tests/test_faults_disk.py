@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from capture_for_tests import random_prompts, write_prepared
 from namespace_for_tests import Namespace
 from safetensors.torch import load_file
 from states_for_tests import write_states
@@ -95,11 +96,18 @@ def test_stage_01(namespace: Namespace, disk: Path, prepare: list, prepared: Pat
 
 
 def test_stage_02(namespace: Namespace, disk: Path, prepared: Path, tiny_target: Path, tmp_path: Path) -> None:
+    """Case H15: refused before the start with what fits, and in the middle; no broken file, and room completes it."""
     command = ["02_extract_hidden_states.py", "--model-path", tiny_target, "--prepared-dir", prepared]
     command += ["--engine", "transformers", "--dtype", "float32", "--output-dir"]
-    namespace.tmpfs(disk, "size=100k")
+    namespace.tmpfs(disk, "size=400k")
     line = the_error(namespace.stage(*command, disk / "out"))  # before the engine is loaded
-    assert re.search(r"out has 0.10 MB free, 12 samples of \d+ tokens need \d\.\d\d MB; free space, or", line)
+    said = re.search(
+        rf"{disk}/out has 0\.4\d MB free, 12 samples of ([\d,]+) tokens need (\d\.\d\d) MB, (\d) of them fit; free "
+        r"space, store less \(--store-dtype fp8\), stop before it is full \(--max-disk-gb\), or prepare fewer",
+        line,
+    )
+    tokens, needed, fit = said.groups()
+    assert float(needed) == pytest.approx(int(tokens.replace(",", "")) * 64 * 4 * 3.7 / 1e6, rel=0.1) and int(fit) > 3
     namespace.shell(f"rm -r '{disk}/out'")
     namespace.tmpfs(disk, "size=20m,nr_inodes=14")  # room for six files, which no look at the free bytes foresees
     line = the_error(namespace.stage(*command, disk / "out"))
@@ -112,6 +120,40 @@ def test_stage_02(namespace: Namespace, disk: Path, prepared: Path, tiny_target:
     assert before < sums(namespace, disk / "out/samples")
     assert namespace.stage(*command, tmp_path / "unbroken")[0] == 0
     assert same_tensors(taken_out(namespace, disk / "out", tmp_path / "copy"), tmp_path / "unbroken")
+
+
+def test_stage_02_when_something_else_fills_the_disk(
+    namespace: Namespace, disk: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    """Case H15: it stops before the last byte, says what is left, and the same command goes on; no file is broken."""
+    count = 300
+    prepared = write_prepared(tmp_path / "prepared", tiny_target, random_prompts([40] * count))
+    command = ["02_extract_hidden_states.py", "--model-path", tiny_target, "--prepared-dir", prepared]
+    command += ["--engine", "transformers", "--dtype", "float32", "--batch-tokens", 1, "--output-dir"]
+    out, filler = disk / "out", disk / "filler"
+    namespace.tmpfs(disk, "size=30m")
+    wait = f"until [ -f '{artifacts.sample_path(out, 20)}' ]; do :; done"
+    fill = f"fallocate -l $(($(df -B1 --output=avail '{disk}' | tail -1) - 1500000)) '{filler}'"
+    namespace.shell(f"({wait}; {fill}) >/dev/null 2>&1 &")
+    line = the_error(namespace.stage(*command, out))
+    said = re.search(
+        rf"the disk is nearly full: {out} has (0\.\d\d) MB free, (\d+) samples are left and need (\d+\.\d\d) MB", line
+    )
+    free, left, needed = float(said[1]), int(said[2]), float(said[3])
+    assert 30 * 2**20 / 100 / 1e6 <= free < 0.5 and line.endswith("free space, then the same command continues")
+    finished = sums(namespace, out / "samples")
+    assert 20 < len(finished) < count and left == count - len(finished)
+    assert needed == pytest.approx(left * 40 * 64 * 4 * 3.5 / 1e6, rel=0.15)
+    assert not namespace.shell(f"find '{out}' -name '*.tmp'")
+    copy = taken_out(namespace, out, tmp_path / "copy")
+    records = artifacts.Index(copy).samples()
+    assert list(records) == list(range(len(finished))) and not artifacts.read_manifest(copy, "02")["complete"]
+    for record in records.values():
+        artifacts.load_sample(copy, "02", record, 49152)
+    namespace.shell(f"rm '{filler}'")
+    code, output = namespace.stage(*command, out)
+    assert code == 0 and f"{count} of {count}, {left} in this run" in output
+    assert finished < sums(namespace, out / "samples")
 
 
 def test_stage_03(namespace: Namespace, disk: Path, prepared: Path, tmp_path: Path) -> None:

@@ -287,14 +287,21 @@ def test_missing_and_ambiguous_names_list_the_candidates(tmp_path):
     [
         ({"tie_word_embeddings": True}, {}, True),
         ({}, {"tie_word_embeddings": True}, True),
-        ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}, False),
+        ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}, True),
         ({"tie_word_embeddings": False}, {"tie_word_embeddings": True}, True),
+        ({"tie_word_embeddings": False}, {"tie_word_embeddings": False}, False),
         ({}, {}, False),
     ],
 )
-def test_tied_embeddings_are_what_the_config_says(tmp_path, top, text, tied):
+def test_the_head_is_the_checkpoint_s_own_or_what_the_config_ties(tmp_path, top, text, tied):
     tensors = {EMBEDDING: torch.rand(8, 4), HEAD: torch.rand(8, 4)}
     shape = {"model_type": "kimi_k2", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 2}
-    directory = write_names(tmp_path / "target", tensors, model_type="kimi_k25", text_config=shape | text, **top)
-    target = open_target(str(directory))
-    assert torch.equal(read_lm_head(target), tensors[EMBEDDING if tied else HEAD])
+    config = {"model_type": "kimi_k25", "text_config": shape | text, **top}
+    both = open_target(str(write_names(tmp_path / "both", tensors, **config)))
+    assert torch.equal(read_lm_head(both), tensors[HEAD])  # as transformers 5 and vLLM do
+    headless = open_target(str(write_names(tmp_path / "headless", {EMBEDDING: tensors[EMBEDDING]}, **config)))
+    if tied:
+        assert torch.equal(read_lm_head(headless), tensors[EMBEDDING])
+    else:
+        with pytest.raises(UserError, match="0 tensors"):
+            read_lm_head(headless)

@@ -271,9 +271,13 @@ def test_versions_of_vllm(installed: str, outcome: str, tmp_path: Path, monkeypa
             "memory for kv (2.0 GiB).",
             "the host's memory is full: end what else holds it (top shows it), or take a smaller target",
         ),
+        (
+            "RuntimeError: Model does not support EAGLE3 interface but aux_hidden_state_outputs was requested",
+            "so it serves no EAGLE-3 draft of it either; stage 02 can do without vLLM: --engine transformers",
+        ),
     ],
 )
-def test_an_engine_without_memory_names_the_knob(cause: str, advice: str, tmp_path, monkeypatch, capfd) -> None:
+def test_an_engine_that_cannot_start_says_what_to_do(cause: str, advice: str, tmp_path, monkeypatch, capfd) -> None:
     def start(**arguments: object) -> None:
         os.write(2, f"(EngineCore pid=7) ERROR 11-29 10:00:00 [core.py:1] {cause}\n".encode())
         raise RuntimeError("Engine core initialization failed. See root cause above.")

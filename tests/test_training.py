@@ -153,8 +153,9 @@ def test_the_whole_vocabulary_is_normalised_in_float32() -> None:
     def head(x: torch.Tensor) -> torch.Tensor:
         return (x @ weight.T).bfloat16()
 
-    batch = SimpleNamespace(final_hidden=states)
-    trainer = SimpleNamespace(whole_head=lambda: head, device="cpu", _batch=lambda records, supervision: batch)
+    batch = SimpleNamespace(final_hidden=states, final_states=lambda rows, device, dtype: states[rows])
+    batches = {"_batch": lambda records, supervision: batch}
+    trainer = SimpleNamespace(whole_head=lambda: head, device="cpu", dtype=torch.bfloat16, **batches)
     (normaliser,) = loop.Trainer._normalise(trainer, [[]])
     assert normaliser.dtype == torch.float32
     torch.testing.assert_close(normaliser, head(states).float().logsumexp(-1), rtol=0, atol=1e-5)

@@ -5,12 +5,14 @@ teacher with no error anywhere. final norm + lm_head of the captured state N, co
 with the engine's own top-k log probabilities at every position of a few whole prompts.
 """
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from eagle3.capture.interface import Engine, EngineSettings, Scored, fault
+from eagle3.capture import storing
+from eagle3.capture.interface import Engine, EngineSettings, Fault, Scored
 from eagle3.target import TargetHead
 from eagle3.terminal import UserError
 
@@ -46,31 +48,35 @@ def check(engine: Engine, settings: EngineSettings, prompts: list[list[int]]) ->
 
     Raises UserError with the figures and the likely cause when the states are not what they should be.
     """
-    scored = list(engine.prompt_logprobs(prompts, TOP_K))
-    for one, prompt in zip(scored, prompts, strict=True):
-        if problem := fault(one.captured, prompt, settings):
-            raise UserError(f"canary: {engine.name} {engine.version}: {problem[0]} ({problem[1]})")
-    states = torch.cat([one.captured.states[:-1] for one in scored]).float()  # [P, L, H]
+    scored: list[Scored] = []
+    for one in engine.score(prompts, TOP_K):
+        if isinstance(one, Fault):
+            raise UserError(f"canary: {engine.name} {engine.version}: {one.reason} ({one.detail})")
+        scored.append(one)
+    states = torch.cat([one.states[:-1] for one in scored]).float()  # [P, L, H]
     top_ids = torch.cat([one.top_ids for one in scored])  # [P, k]
     top_logprobs = torch.cat([one.top_logprobs for one in scored])  # [P, k]
 
     head = TargetHead(settings.target, torch.float32, "cpu")
-    report = _compare(head, states[:, -1], top_ids, top_logprobs, TOLERANCE[settings.dtype])
+    report = _compare(head, states[:, -1], top_ids, top_logprobs, TOLERANCE[settings.layout.dtype])
     rms = states.square().mean(dim=(0, 2)).sqrt().tolist()
-    report["state_rms"] = {str(layer): round(value, 3) for layer, value in zip(settings.layers, rms, strict=True)}
+    report["state_rms"] = {
+        str(layer): round(value, 3) for layer, value in zip(settings.layout.layers, rms, strict=True)
+    }
     report["state_max"] = round(states.abs().max().item(), 1)
     if not report.pop("passed"):
         raise UserError(
-            f"canary: final norm and lm_head of state {settings.layers[-1]} do not give {engine.name} "
+            f"canary: final norm and lm_head of state {settings.layout.layers[-1]} do not give {engine.name} "
             f"{engine.version}'s own log probabilities: {describe(report)}; likely cause: "
             f"{_likely_cause(head, states, scored, settings)}; nothing was extracted"
         )
-    for i in range(len(settings.layers) - 1):
+    for i, (one, following) in enumerate(itertools.pairwise(settings.layout.layers)):
         if torch.equal(states[:, i], states[:, i + 1]):
             raise UserError(
-                f"canary: {engine.name} {engine.version} gives the same states for layers {settings.layers[i]} and "
-                f"{settings.layers[i + 1]}; choose other --aux-layers or another engine version"
+                f"canary: {engine.name} {engine.version} gives the same states for layers {one} and {following}; "
+                "choose other --aux-layers or another engine version"
             )
+    report["stored"] = storing.measure(head, states, settings.layout)
     return report
 
 
@@ -110,8 +116,8 @@ def _likely_cause(head: TargetHead, states: torch.Tensor, scored: list[Scored], 
     """Which known fault explains states [P, L, H] that failed."""
     top_ids = torch.cat([one.top_ids for one in scored])
     top_logprobs = torch.cat([one.top_logprobs for one in scored])
-    for i, layer in enumerate(settings.layers[:-1]):
-        if _compare(head, states[:, i], top_ids, top_logprobs, TOLERANCE[settings.dtype])["passed"]:
+    for i, layer in enumerate(settings.layout.layers[:-1]):
+        if _compare(head, states[:, i], top_ids, top_logprobs, TOLERANCE[settings.layout.dtype])["passed"]:
             return f"the layers come in another order, the last one stands in place of layer {layer}"
     normed = (states[:, -1] / head.norm).square().mean(-1).sqrt()  # [P], 1 where the norm has been applied
     if ((normed - 1).abs() < 0.05).float().mean() > 0.9:

@@ -1,17 +1,20 @@
-"""What capture engines share: their settings, what they give, and the check of it.
+"""What capture engines share: their settings, what they are given, what they give.
 
 Layer ids follow vLLM: id i is the residual stream entering layer i, id N (the number of layers) is the last layer's
 output before the final norm. Both engines give the same numbers within rounding.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from eagle3.artifacts import WHOLE, Shard, ids_digest
+from eagle3.states import Layout
 from eagle3.target import Target
+from eagle3.terminal import UserError
 
 
 @dataclass(frozen=True)
@@ -19,79 +22,90 @@ class EngineSettings:
     """What an engine is started with."""
 
     target: Target
-    layers: tuple[int, ...]  # ids to capture, ascending; the last one is N
-    dtype: str  # "bfloat16" or "float32": of weights, computation and states
-    batch_tokens: int  # prompt tokens in the engine, or finished and not yet consumed, at a time
-    output_dir: Path  # takes engine.log and vLLM's staging folder
+    layout: Layout
+    batch_tokens: int  # prompt tokens between the engine's queue and the disk at a time
+    output_dir: Path  # takes engine.log and the samples
+    shard: Shard = WHOLE
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
     trust_remote_code: bool = False
     device: str = "cpu"  # transformers only: "cpu" or "cuda"
+    engine_arguments: dict[str, Any] = field(default_factory=dict)  # vLLM's own, over what this program sets
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
+        return getattr(torch, self.layout.dtype)
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of one layer's state of one token."""
-        return self.target.hidden_size * self.torch_dtype.itemsize
+    def log(self) -> Path:
+        """What the engine and its processes print."""
+        return self.output_dir / self.shard.named("engine.log")
 
 
-@dataclass
-class Captured:
-    """What an engine gives for one prompt; `fault` checks it before anything is believed."""
+@dataclass(frozen=True)
+class Sample:
+    """One prepared sample on its way through an engine."""
 
-    token_ids: list[int]  # the tokens that the engine says it computed these states from
-    states: torch.Tensor | None  # [T, L, H] on the CPU, layers ascending; None when the engine failed
-    reason: str = ""  # why there are no states
+    record: dict[str, Any]  # of stage 01's index
+    input_ids: torch.Tensor  # int32 [T]
+    loss_mask: torch.Tensor  # bool [T]
+
+    @property
+    def index(self) -> int:
+        return self.record["index"]
+
+    @property
+    def digest(self) -> str:
+        return ids_digest(self.input_ids)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why there is no file of a sample: reasons are counted, details are shown."""
+
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """A sample's file stands under its name."""
+
+    bytes: int
+    largest: float  # magnitude among all its states
 
 
 @dataclass
 class Scored:
-    """Captured states with the engine's own view of what comes next; row t is the distribution after token t."""
+    """States with the engine's own view of what comes next; row t is the distribution after token t."""
 
-    captured: Captured
+    states: torch.Tensor  # [T, L, H], layers ascending, on the CPU
     top_ids: torch.Tensor  # int64 [T-1, k], most probable first
     top_logprobs: torch.Tensor  # float32 [T-1, k]
 
 
+class EngineDied(UserError):
+    """The engine's process ended while it computed; another engine may take over."""
+
+
 class Engine(Protocol):
-    """A target loaded for capture. Prompts are token ids; results come lazily, in the order of the prompts."""
+    """A target loaded for capture."""
 
     name: str
     version: str
 
-    def capture(self, prompts: Iterable[list[int]]) -> Iterator[Captured]:
-        """States of each prompt. `prompts` is drawn from as room comes free, so memory and staging stay bounded.
+    def capture(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, Written | Fault]]:
+        """Write the file of each sample under settings.output_dir, and say so, in the order in which they finish.
 
-        A prompt that fails yields a Captured with a reason; raises UserError when the engine itself is gone.
+        `samples` is drawn from as room comes free, so memory stays bounded; a slow disk slows the engine. Raises
+        EngineDied when the engine is gone, UserError or OSError when the disk does not take the files.
         """
         ...
 
-    def prompt_logprobs(self, prompts: Iterable[list[int]], k: int) -> Iterator[Scored]:
-        """States of each prompt (two tokens or more) with the k most probable next tokens at each position."""
+    def score(self, prompts: list[list[int]], k: int) -> list[Scored | Fault]:
+        """States of prompts (two tokens or more) with the k most probable next tokens at each position."""
         ...
 
     def close(self) -> None:
-        """Free the device and remove what was staged."""
+        """Free the device; what is being written is finished first."""
         ...
-
-
-def fault(captured: Captured, prompt: list[int], settings: EngineSettings) -> tuple[str, str] | None:
-    """Why these are not the states of `prompt`: (reason, detail), or None when they are.
-
-    Tokens are compared, never positions in a batch: states of another request must not pass.
-    """
-    states = captured.states
-    if states is None:
-        return "engine gave no states", captured.reason
-    if captured.token_ids != prompt:
-        return "states of other tokens", f"{len(captured.token_ids)} tokens for a prompt of {len(prompt)}"
-    expected = (len(prompt), len(settings.layers), settings.target.hidden_size)
-    if tuple(states.shape) != expected or states.dtype != settings.torch_dtype:
-        return "wrong shape", f"{tuple(states.shape)} {states.dtype}, expected {expected} {settings.torch_dtype}"
-    if not states.isfinite().all():
-        bad = [layer for i, layer in enumerate(settings.layers) if not states[:, i].isfinite().all()]
-        return "states not finite", f"layers {bad}"
-    return None

@@ -1,12 +1,18 @@
 """Capture with transformers: one prompt a forward pass, hooks on the decoder. Needs no vLLM; slower on a GPU."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from eagle3.capture.interface import Captured, EngineSettings, Scored
+from eagle3 import artifacts
+from eagle3.capture.interface import EngineSettings, Fault, Sample, Scored, Written
+from eagle3.capture.payload import Payload, fill, write
 from eagle3.terminal import UserError, is_out_of_memory, output_to, short
+
+WRITERS = 4  # threads that check and write: the copy is memory bound, the rest waits for the disk
 
 
 class TransformersEngine:
@@ -17,39 +23,55 @@ class TransformersEngine:
 
         self.version = transformers.__version__
         self._settings = settings
-        with output_to(settings.output_dir / "engine.log", "loading the target"):
+        with output_to(settings.log, "loading the target"):
             self._model = _load(settings)
         self._decoder = _find_decoder(self._model, settings)
         self._seen: dict[int, torch.Tensor] = {}  # layer id -> [T, H] of the running forward pass
-        for layer in settings.layers[:-1]:
+        for layer in settings.layout.layers[:-1]:
             self._watch(self._decoder.layers[layer], layer)
         # hidden_states[N] of transformers is already normed: take what enters the norm
-        self._watch(self._decoder.norm, settings.layers[-1])
+        self._watch(self._decoder.norm, settings.layout.layers[-1])
 
     def _watch(self, module: torch.nn.Module, layer: int) -> None:
         def keep(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            self._seen[layer] = (args[0] if args else kwargs["hidden_states"])[0].to("cpu", copy=True)
+            self._seen[layer] = (args[0] if args else kwargs["hidden_states"])[0].clone()
 
         module.register_forward_pre_hook(keep, with_kwargs=True)
 
-    def capture(self, prompts: Iterable[list[int]]) -> Iterator[Captured]:
-        for prompt in prompts:
-            self._forward(self._decoder, prompt)
-            yield self._captured(prompt)
+    def capture(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, Written | Fault]]:
+        writing: deque[tuple[Sample, Future]] = deque()  # oldest first
+        with ThreadPoolExecutor(WRITERS) as pool:
+            for sample in samples:
+                layout = self._settings.layout
+                payload = Payload(layout, sample.input_ids, sample.loss_mask, pinned=False)
+                self._forward(self._decoder, sample.input_ids.tolist())
+                if fault := fill(layout, [(payload, len(payload))], self._states()):
+                    yield sample, fault
+                    continue
+                path = artifacts.sample_path(self._settings.output_dir, sample.index)
+                writing.append((sample, pool.submit(write, path, payload)))
+                while writing and (writing[0][1].done() or _tokens(writing) > self._settings.batch_tokens):
+                    yield _settled(writing)
+            while writing:
+                yield _settled(writing)
 
-    def prompt_logprobs(self, prompts: Iterable[list[int]], k: int) -> Iterator[Scored]:
+    def score(self, prompts: list[list[int]], k: int) -> list[Scored | Fault]:
+        scored: list[Scored | Fault] = []
         for prompt in prompts:
             logits = self._forward(self._model, prompt).logits[0, :-1].float()  # [T-1, V]
             top = logits.log_softmax(-1).topk(k)
-            yield Scored(self._captured(prompt), top.indices.cpu(), top.values.cpu())
+            scored.append(Scored(self._states().cpu(), top.indices.cpu(), top.values.cpu()))
+        return scored
 
     def close(self) -> None:
         del self._model, self._decoder
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _captured(self, prompt: list[int]) -> Captured:
-        return Captured(list(prompt), torch.stack([self._seen.pop(layer) for layer in self._settings.layers], dim=1))
+    def _states(self) -> torch.Tensor:
+        """[T, L, H] of the last forward pass, layers ascending, on one device (device_map may spread the layers)."""
+        states = [self._seen.pop(layer) for layer in self._settings.layout.layers]
+        return torch.stack([one.to(states[-1].device) for one in states], dim=1)
 
     @torch.inference_mode()
     def _forward(self, module: torch.nn.Module, prompt: list[int]) -> Any:
@@ -64,6 +86,16 @@ class TransformersEngine:
                 f"a prompt of {len(prompt)} tokens does not fit in memory beside the target ({short(error)}); "
                 "use --engine vllm, or shorter samples (--max-seq-len of stage 01)"
             ) from error
+
+
+def _settled(writing: deque[tuple[Sample, Future]]) -> tuple[Sample, Written | Fault]:
+    """Wait for the oldest write. Raises what the disk raised."""
+    sample, future = writing.popleft()
+    return sample, future.result()
+
+
+def _tokens(writing: deque[tuple[Sample, Future]]) -> int:
+    return sum(len(sample.input_ids) for sample, _ in writing)
 
 
 def _load(settings: EngineSettings) -> torch.nn.Module:

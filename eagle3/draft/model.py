@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from eagle3.draft.attention import ttt_attention
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.loss import Teacher
+from eagle3.states import dequantise
 
 
 @dataclass
@@ -28,19 +29,35 @@ class Batch:
     input_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T], position inside the document
     documents: torch.Tensor  # int64 [T], ascending document number
-    aux_hidden: torch.Tensor  # [T, A * H]
-    final_hidden: torch.Tensor  # [S, H], states of the supervised positions before the target's final norm
+    aux_hidden: torch.Tensor  # [T, A * H]; as stored until `to` restores fp8
+    final_hidden: torch.Tensor  # [S, H], states of the supervised positions before the target's final norm; likewise
     rows: torch.Tensor  # int64 [R], positions t that start a draft
     valid: torch.Tensor  # bool [K, R], whether (t, k) counts
     teacher_index: torch.Tensor  # int64 [K, R], row of final_hidden at t+1+k (0 where not valid)
     next_ids: torch.Tensor  # int64 [K, R], x[t+1+k] (0 where there is none)
     labels: torch.Tensor  # int64 [K, R], x[t+2+k], -1 where there is none
+    aux_scale: torch.Tensor | None = None  # float32 [T, A], of fp8 states
+    final_scale: torch.Tensor | None = None  # float32 [S], likewise
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "Batch":
-        """Move to `device`; states are cast to `dtype`."""
-        moved = {name: value.to(device, non_blocking=True) for name, value in vars(self).items()}
-        moved["aux_hidden"] = moved["aux_hidden"].to(dtype)
+        """Move to `device`, where fp8 states are restored; aux states are cast to `dtype`."""
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if value is not None and name not in ("final_hidden", "final_scale")
+        }
+        aux, scale = moved["aux_hidden"], moved.pop("aux_scale", None)
+        if scale is not None:
+            aux = dequantise(aux.view(*scale.shape, -1), scale, dtype).flatten(1)
+        moved |= {"aux_hidden": aux.to(dtype), "final_hidden": self.final_states(slice(None), device, dtype)}
         return Batch(**moved)
+
+    def final_states(self, rows: slice, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
+        """Some rows of final_hidden on `device`; fp8 is restored to `dtype`."""
+        states = self.final_hidden[rows].to(device, non_blocking=True)
+        if self.final_scale is None:
+            return states
+        return dequantise(states, self.final_scale[rows].to(device, non_blocking=True), dtype)
 
 
 @dataclass

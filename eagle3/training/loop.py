@@ -262,15 +262,15 @@ class Trainer:
     def _normalise(self, packs: list[list[dict]]) -> list[torch.Tensor]:
         """For each pack log of the sum of exp(logit) over all target ids, float [S]: the share outside the draft's."""
         head = self.whole_head()
-        return [
-            torch.cat(
-                [
-                    head(states.to(self.device)).float().logsumexp(-1).cpu()  # bf16 would round it by percents
-                    for states in self._batch(records, "served").final_hidden.split(NORMALISED_AT_ONCE)
-                ]
-            )
-            for records in packs
-        ]
+
+        def normaliser(batch: Batch) -> torch.Tensor:
+            parts = []
+            for start in range(0, len(batch.final_hidden), NORMALISED_AT_ONCE):
+                states = batch.final_states(slice(start, start + NORMALISED_AT_ONCE), self.device, self.dtype)
+                parts.append(head(states).float().logsumexp(-1).cpu())  # bf16 would round it by percents
+            return torch.cat(parts)
+
+        return [normaliser(self._batch(records, "served")) for records in packs]
 
     # ---------------------------------------------------------------------------------------------- steps
 

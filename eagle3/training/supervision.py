@@ -17,6 +17,7 @@ import torch
 from eagle3 import artifacts
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Batch
+from eagle3.states import all_finite
 from eagle3.terminal import UserError
 
 SUPERVISION = ("served", "shifted-mask")
@@ -80,6 +81,8 @@ def make_batch(samples: list[dict[str, torch.Tensor]], steps: int, supervision: 
         teacher_index=teacher_index,
         next_ids=next_ids,
         labels=labels,
+        aux_scale=torch.cat([sample["aux_scale"] for sample in samples]) if "aux_scale" in samples[0] else None,
+        final_scale=torch.cat([sample["final_scale"] for sample in samples]) if "final_scale" in samples[0] else None,
     )
 
 
@@ -110,14 +113,14 @@ def load_sample(directory: Path, record: dict, config: DraftConfig) -> dict[str,
     Raises UserError naming the file where lengths, widths or ids are off, or a state is not finite.
     """
     sample = artifacts.load_sample(directory, "02", record, config.vocab_size)
-    for name, width in (
-        ("aux_hidden", len(config.aux_layers) * config.hidden_size),
-        ("final_hidden", config.hidden_size),
-    ):
-        states = sample[name]
-        # a sum is finite only if all its terms are, and costs one pass without a copy
-        if states.shape[1] != width or not states.sum(dtype=torch.float32).isfinite():
-            found = "not finite" if states.shape[1] == width else f"{states.shape[1]} wide, expected {width}"
+    aux = len(config.aux_layers)
+    widths = {"aux_hidden": (aux * config.hidden_size,), "final_hidden": (config.hidden_size,)}
+    widths |= {"aux_scale": (aux,), "final_scale": ()}  # of fp8
+    for name, width in widths.items():
+        if (tensor := sample.get(name)) is None:
+            continue
+        if tensor.shape[1:] != width or not all_finite(tensor):
+            found = "not finite" if tensor.shape[1:] == width else f"{tensor.shape[-1]} wide, expected {width[-1]}"
             path = artifacts.sample_path(directory, record["index"])
             raise UserError(f"{path} is damaged: {name} is {found}; delete it and rerun stage 02")
     return sample
