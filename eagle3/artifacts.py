@@ -256,7 +256,7 @@ def save_json(path: Path, value: Any) -> None:
 
 def sample_path(directory: Path, index: int) -> Path:
     """Place of one sample: samples/<index // 1000>/<index>.pt, zero-padded."""
-    return directory / "samples" / f"{index // SAMPLES_PER_FOLDER:05d}" / f"{index:08d}.pt"
+    return directory.joinpath("samples", f"{index // SAMPLES_PER_FOLDER:05d}", f"{index:08d}.pt")
 
 
 # --------------------------------------------------------------------------------------------- manifest

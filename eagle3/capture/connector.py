@@ -128,14 +128,16 @@ class CaptureConnector(ExampleHiddenStatesConnector):
         made the states, and run beside the new one. Begun in get_finished they would wait for the new one as well.
         """
         super().bind_connector_metadata(connector_metadata)
-        if self._is_tp_rank_zero:
-            self._saving |= {save.request: save for save in connector_metadata.saves}
-            if not self._kv_cache.is_cuda:  # a copy in another thread would take cores from the engine's own
-                self._copy(connector_metadata.saves)
-            elif connector_metadata.saves:
-                ready = torch.cuda.Event()
-                ready.record()  # the passes that filled the blocks
-                self._batches.put((ready, connector_metadata.saves))
+        saves = connector_metadata.saves
+        if not saves or not self._is_tp_rank_zero:
+            return
+        self._saving |= {save.request: save for save in saves}
+        if not self._kv_cache.is_cuda:  # a copy in another thread would take cores from the engine's own
+            self._copy(saves)
+            return
+        ready = torch.cuda.Event()
+        ready.record()  # the passes that filled the blocks
+        self._batches.put((ready, saves))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The requests whose blocks are free again."""
