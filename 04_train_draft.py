@@ -37,10 +37,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=float, default=0.0, help="(default %(default)s)")
     parser.add_argument("--clip", type=float, default=0.5, help="largest gradient norm (default %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=4096, help="tokens of a micro-batch (default %(default)s)")
+    parser.add_argument(
+        "--max-rows", type=int, help="supervised tokens of a micro-batch: memory follows both (default: --max-tokens)"
+    )
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step (default %(default)s)")
     parser.add_argument("--ttt-steps", type=int, default=5, help="training-time test steps (default %(default)s)")
     parser.add_argument(
         "--step-decay", type=float, default=1.0, help="step k of the loss weighs DECAY**k (default %(default)s)"
+    )
+    parser.add_argument(
+        "--loss",
+        choices=("kl", "cross-entropy"),
+        default="kl",
+        help="to the target's distribution over the draft vocabulary, or with the text's tokens (default %(default)s)",
     )
     parser.add_argument(
         "--loss-norm",
@@ -57,6 +66,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--lm-head", choices=("trained", "frozen"), default="trained", help="both start at the target's rows"
     )
+    parser.add_argument(
+        "--activation-checkpointing", action="store_true", help="compute each TTT step again in backward: less memory"
+    )
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: float32 on CPU")
     parser.add_argument("--val-fraction", type=float, default=0.05, help="conversations held out (default %(default)s)")
     parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints (default %(default)s)")
@@ -71,6 +83,10 @@ def parse() -> argparse.Namespace:
         "--draft-config",
         type=Path,
         help="JSON that states the draft's shape, as configs/drafts/*.json (default: derived from the target)",
+    )
+    parser.add_argument("--fc-norm", action="store_true", help="EAGLE-3.1: norm each aux layer's states before fc")
+    parser.add_argument(
+        "--norm-output", action="store_true", help="EAGLE-3.1: hand the final norm's output on to the next step"
     )
     parser.add_argument(
         "--format",
@@ -95,8 +111,9 @@ def main() -> int:
                 raise
             raise UserError(
                 f"out of memory ({terminal.short(error)}); activations grow with --max-tokens (now "
-                f"{arguments.max_tokens}) and --ttt-steps (now {arguments.ttt_steps}), lower these; optimizer states "
-                "are spread over more ranks, or put into host memory by offload_optimizer in --deepspeed-config's JSON"
+                f"{arguments.max_tokens}) and --ttt-steps (now {arguments.ttt_steps}), lower these or --max-rows, or "
+                "give --activation-checkpointing; optimizer states are spread over more ranks, or put into host memory "
+                "by offload_optimizer in --deepspeed-config's JSON"
             ) from error
 
 
@@ -105,14 +122,15 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     started = time.monotonic()
     if not 0 <= arguments.val_fraction < 1:
         raise UserError(f"--val-fraction {arguments.val_fraction}: expected a share from 0 up to 1")
-    for name in ("epochs", "max_tokens", "accumulation", "ttt_steps", "save_every"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: expected at least 1")
+    for name in ("epochs", "max_tokens", "max_rows", "accumulation", "ttt_steps", "save_every"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1")
 
     import torch
 
     from eagle3 import artifacts
-    from eagle3.draft.config import derive, read_draft_config
+    from eagle3.draft.config import NORM_KEYS, derive, read_draft_config
     from eagle3.draft.model import DraftModel
     from eagle3.export import (
         config_json,
@@ -146,9 +164,11 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
         weight_decay=arguments.weight_decay,
         clip=arguments.clip,
         max_tokens=arguments.max_tokens,
+        max_rows=arguments.max_rows or arguments.max_tokens,
         accumulation=arguments.accumulation,
         ttt_steps=arguments.ttt_steps,
         step_decay=arguments.step_decay,
+        loss=arguments.loss,
         loss_norm=arguments.loss_norm,
         supervision=arguments.supervision,
         train_lm_head=arguments.lm_head == "trained",
@@ -157,9 +177,11 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     )
     ids = draft_to_target(inputs.d2t)  # [D]
     head = TargetHead(target, getattr(torch, options.dtype), device, rows=ids)
-    config = derive(target, ids.numel(), inputs.aux_layers, stated)
+    norms = [key for key in NORM_KEYS if getattr(arguments, key)]
+    config = derive(target, ids.numel(), inputs.aux_layers, stated, norms)
     described = config_json(config, target)  # refuses before hours of training what no server would take
     model = DraftModel(config)
+    model.recompute = arguments.activation_checkpointing
     model.initialise(read_embedding(target), head.weight, options.seed)
     model.to(getattr(torch, options.dtype))  # DeepSpeed would cast the weights, and leave the embedding as it is
 

@@ -28,7 +28,7 @@ from serve import read_prompts
 from eagle3 import artifacts, served_check, terminal, vllm_runtime
 from eagle3.capture import interface
 from eagle3.capture.transformers_engine import TransformersEngine
-from eagle3.draft.config import SIZE_KEYS, derive
+from eagle3.draft.config import NORM_KEYS, SIZE_KEYS, derive
 from eagle3.draft.loss import Teacher
 from eagle3.draft.model import DraftModel
 from eagle3.export import read_export, target_to_draft
@@ -107,7 +107,8 @@ def count_walk(
 def open_draft(target: Target, directory: Path) -> tuple[DraftModel, torch.Tensor]:
     """The draft of an export in float32, and its d2t, int64 [D]."""
     described = json.loads((directory / "config.json").read_text())
-    stated = {key: described[key] for key in (*SIZE_KEYS, "rms_norm_eps", "rope_theta", "rope_scaling")}
+    keys = (*SIZE_KEYS, "rms_norm_eps", *NORM_KEYS, "rope_theta", "rope_scaling")
+    stated = {key: described[key] for key in keys if key in described}
     size = described["draft_vocab_size"]
     config = derive(target, size, described["eagle_aux_hidden_state_layer_ids"], stated)
     with safe_open(directory / "model.safetensors", framework="pt") as file:
@@ -115,20 +116,29 @@ def open_draft(target: Target, directory: Path) -> tuple[DraftModel, torch.Tenso
     return read_export(directory, config).float(), d2t
 
 
-def served(
-    target: Target, draft: Path, prompts: list[list[int]], drafts: int, max_new_tokens: int, log: Path
-) -> tuple[list[Answer], int, Counts]:
-    """The answers, how many of them vLLM writes identically with the draft, and its counters."""
-    settings = {
-        "dtype": "float32",
-        "max_model_len": min(max(map(len, prompts)) + max_new_tokens + drafts + 16, target.max_positions),
-    }
-    llm = served_check.load(target, log, **settings)
+def load(target: Target, log: Path, prompts: list[list[int]], tokens: int, *draft: Any) -> Any:
+    """vLLM in float32 with room for `tokens` after each prompt; `draft` as in served_check.load."""
+    length = min(max(map(len, prompts)) + tokens + 16, target.max_positions)
+    return served_check.load(target, log, *draft, dtype="float32", max_model_len=length)
+
+
+def plain_answers(
+    target: Target, prompts: list[list[int]], drafts: int, max_new_tokens: int, log: Path
+) -> list[Answer]:
+    """What vLLM writes without a draft."""
+    llm = load(target, log, prompts, max_new_tokens + drafts)
     try:
-        answers = answers_beyond_the_end(llm, prompts, target.end_ids, max_new_tokens, drafts)
+        return answers_beyond_the_end(llm, prompts, target.end_ids, max_new_tokens, drafts)
     finally:
         vllm_runtime.shutdown(llm)
-    llm = served_check.load(target, log, draft, drafts, **settings)
+
+
+def served(
+    target: Target, draft: Path, answers: list[Answer], drafts: int, max_new_tokens: int, log: Path
+) -> tuple[int, Counts]:
+    """How many of the answers vLLM writes identically with the draft, and its counters."""
+    prompts = [answer.prompt for answer in answers]
+    llm = load(target, log, prompts, max_new_tokens + drafts, draft, drafts)
     from vllm import SamplingParams  # not before the output goes to the log
 
     try:
@@ -141,7 +151,7 @@ def served(
         list(output.outputs[0].token_ids) == answer.written[: answer.length]
         for answer, output in zip(answers, outputs, strict=True)
     )
-    return answers, identical, counts
+    return identical, counts
 
 
 def main() -> None:
@@ -165,9 +175,8 @@ def main() -> None:
     prompts = read_prompts(arguments.prompts, tokenizer, arguments.skip + arguments.max_prompts)[arguments.skip :]
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     log = arguments.output_dir / "engine.log"
-    answers, identical, counted = served(
-        target, arguments.draft, prompts, arguments.drafts, arguments.max_new_tokens, log
-    )
+    answers = plain_answers(target, prompts, arguments.drafts, arguments.max_new_tokens, log)
+    identical, counted = served(target, arguments.draft, answers, arguments.drafts, arguments.max_new_tokens, log)
     draft, d2t = open_draft(target, arguments.draft)
     walked = count_walk(answers, target, draft, d2t, arguments.drafts, arguments.output_dir)
     result = {

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from eagle3 import artifacts
-from eagle3.draft.config import DraftConfig
+from eagle3.draft.config import NORM_KEYS, DraftConfig
 from eagle3.draft.model import DraftModel
 from eagle3.target import Target
 from eagle3.terminal import UserError
@@ -73,6 +73,8 @@ def config_json(config: DraftConfig, target: Target) -> dict[str, Any]:
         "mlp_bias": False,
         "norm_before_residual": False,
         "norm_before_fc": False,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
         "use_cache": True,
         "torch_dtype": "bfloat16",
         "dtype": "bfloat16",
@@ -128,9 +130,10 @@ def whole_directory(directory: Path) -> Iterator[Path]:
 def read_export(directory: Path, config: DraftConfig) -> DraftModel:
     """Load an export's weights from its files alone, strictly: no missing and no extra tensor."""
     described = json.loads((directory / "config.json").read_text())
-    for key, value in (("vocab_size", config.vocab_size), ("draft_vocab_size", config.draft_vocab_size)):
-        if described[key] != value:
-            raise UserError(f"{directory}/config.json: {key} is {described[key]}, expected {value}")
+    for key in ("vocab_size", "draft_vocab_size", *NORM_KEYS):  # norm_output has no tensor that would tell
+        found, wanted = described.get(key, False), getattr(config, key)  # a norm that is not stated is off
+        if found != wanted:
+            raise UserError(f"{directory}/config.json: {key} is {found}, expected {wanted}")
     model = DraftModel(config).to(torch.bfloat16)
     with safe_open(directory / "model.safetensors", framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)

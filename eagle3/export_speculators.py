@@ -36,8 +36,8 @@ def write_speculators(
         draft_vocab_size=config.draft_vocab_size,
         norm_before_residual=False,
         norm_before_fc=False,
-        fc_norm=False,
-        norm_output=False,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
         target_hidden_size=None,  # the draft's own width
         eagle_aux_hidden_state_layer_ids=list(config.aux_layers),
         embed_requires_grad=False,

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from eagle3.draft.config import DraftConfig
+from eagle3.draft.config import NORM_KEYS, DraftConfig
 from eagle3.target import Target
 
 MLA_NOTE = """- The target has MLA, the draft plain attention: SGLang is told a backend, `fa3` on Hopper, else `triton`.
@@ -25,6 +25,7 @@ def model_card(
     name = target.directory.name if os.path.isabs(target.name) else target.name
     steps = training["ttt_steps"]
     drafts = min(steps, 3)
+    norms = [f"`{key}`" for key in NORM_KEYS if getattr(config, key)]
     backend = mla = ""
     if target.config.get("kv_lora_rank"):
         backend = " --speculative-draft-attention-backend fa3"
@@ -80,7 +81,8 @@ target: its licence applies to them.
 - From vLLM 0.32 and SGLang 0.5.14 on: those two were checked for this layout and target, vLLM by serving small targets
   on CPU, SGLang by reading its source. Older ones were not.
 - Only these servers load it: q, k and v take twice the hidden size, which transformers' generic classes do not know.
-- No norm beyond EAGLE-3's is on (`norm_before_residual`, `norm_before_fc`), for SGLang has none of them.
+- Norms beyond EAGLE-3's: {", ".join(norms) or "none"}; `norm_before_residual` and `norm_before_fc` are off, for SGLang
+  has neither.
 - The draft is not quantised; without `unquant` SGLang would give it the target's `--quantization`.
 {mla}- Trained on conversations of up to {longest} tokens; beyond, nothing was measured and acceptance tends to fall.
 """

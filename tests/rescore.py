@@ -72,6 +72,13 @@ class Export:
         scale = (x.square().mean() + self.config["rms_norm_eps"]).rsqrt()
         return self.weights[name] * x * scale
 
+    def fused(self, states: torch.Tensor) -> torch.Tensor:
+        """What the first step takes beside a token, [H], of the aux layers' states one after the other [A * H]."""
+        if self.config["fc_norm"]:
+            layers = states.split(self.config["hidden_size"])
+            states = torch.cat([self.norm(f"fc_norm.{place}", layer) for place, layer in enumerate(layers)])
+        return self.linear("fc", states)
+
     def rotated(self, heads: torch.Tensor, position: int) -> torch.Tensor:
         """[heads, d]: dimension i turns with i + d/2."""
         angle = position * self.frequencies
@@ -102,7 +109,8 @@ class Export:
         x = self.norm("midlayer.post_attention_layernorm", hidden)
         gate = torch.nn.functional.silu(self.linear("midlayer.mlp.gate_proj", x))
         hidden = hidden + self.linear("midlayer.mlp.down_proj", gate * self.linear("midlayer.mlp.up_proj", x))
-        return hidden, self.linear("lm_head", self.norm("norm", hidden))
+        normed = self.norm("norm", hidden)
+        return normed if self.config["norm_output"] else hidden, self.linear("lm_head", normed)
 
 
 def turns(mask: list[bool]) -> list[tuple[int, int]]:
@@ -127,7 +135,7 @@ def rescore(
     for sample in samples:
         ids, mask = sample["input_ids"].tolist(), sample["loss_mask"].tolist()
         final = dict(zip([i for i, true in enumerate(mask) if true], sample["final_hidden"].float(), strict=True))
-        fused = [export.linear("fc", state.float()) for state in sample["aux_hidden"]]
+        fused = [export.fused(state.float()) for state in sample["aux_hidden"]]
         true = [export.projections(ids[t + 1], fused[t], t) for t in range(len(ids) - 1)]
         for first, end in turns(mask):
             right: dict[int, int] = {}  # leading right drafts of each start

@@ -111,6 +111,8 @@ def test_a_file_for_another_run_is_refused(size: int, layers: list[int], line: s
         ('{"intermediat_size": 4}', "unknown keys intermediat_size; known: intermediate_size, num_attention_heads"),
         ('{"num_attention_heads": "64"}', "num_attention_heads is '64', expected a positive integer"),
         ('{"rms_norm_eps": 1}', "rms_norm_eps is 1, expected a number such as 1e-6"),
+        ('{"fc_norm": 1}', "fc_norm is 1, expected true or false"),
+        ('{"norm_output": null}', "norm_output is None, expected true or false"),
         ('{"rope_scaling": {"rope_type": "yarn"}}', "rope_scaling without rope_theta"),
         ("[]", "expected a JSON object, found list"),
         ("{", "Expecting property name"),
@@ -121,6 +123,20 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, line: str) -> N
     path.write_text(text)
     with pytest.raises(UserError, match=line):
         read_draft_config(path)
+
+
+@pytest.mark.parametrize("key", ["fc_norm", "norm_output"])
+def test_a_norm_is_on_by_file_or_flag_and_they_must_not_contradict(key: str) -> None:
+    def norms(stated: dict, *flags: str) -> tuple[bool, bool]:
+        draft = derive(target_of(LLAMA), 320, [2, 18, 33], stated, flags)
+        return draft.fc_norm, draft.norm_output
+
+    on = (key == "fc_norm", key == "norm_output")
+    assert norms({key: True}) == norms({}, key) == norms({key: True}, key) == on
+    assert norms({key: False}) == norms({}) == (False, False)
+    flag = f"--{key.replace('_', '-')}"
+    with pytest.raises(UserError, match=f"{flag} contradicts --draft-config, where {key} is false; drop one"):
+        norms({key: False}, key)
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:

@@ -29,7 +29,10 @@ def vocab_map(vocab_size: int) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("stated", [None, {"rope_theta": 50000.0, "rope_scaling": YARN, "head_dim": 16}])
+@pytest.mark.parametrize(
+    "stated",
+    [None, {"rope_theta": 50000.0, "rope_scaling": YARN, "head_dim": 16}, {"fc_norm": True, "norm_output": True}],
+)
 def test_speculators_gives_the_same_logits(tiny_target: Path, tmp_path: Path, stated: dict | None) -> None:
     torch.manual_seed(3)
     target = open_target(str(tiny_target), weights=True)
@@ -49,7 +52,8 @@ def test_speculators_gives_the_same_logits(tiny_target: Path, tmp_path: Path, st
     theirs = Eagle3DraftModel.from_pretrained(directory, config=described).float()
     assert torch.equal(theirs.d2t, vocab["d2t"]) and torch.equal(theirs.t2d, vocab["t2d"])
     logits: dict[str, list[torch.Tensor]] = {"ours": [], "theirs": []}
-    ours.lm_head.register_forward_hook(lambda module, args, output: logits["ours"].append(output))
+    # lm_head is applied together with the loss
+    ours.norm.register_forward_hook(lambda module, args, x: logits["ours"].append(x @ ours.lm_head.weight.T))
     theirs.lm_head.register_forward_hook(lambda module, args, output: logits["theirs"].append(output[0]))
     documents = samples()[:1]
     reference_loss(theirs, documents)
@@ -65,13 +69,16 @@ def test_speculators_gives_the_same_logits(tiny_target: Path, tmp_path: Path, st
         torch.testing.assert_close(mine[counted], wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_every_norm_flag_is_stated_and_no_remote_code_comes_along(tiny_target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("norms", [{}, {"fc_norm"}, {"norm_output"}], ids=["none", "fc_norm", "norm_output"])
+def test_every_norm_flag_is_stated_and_no_remote_code_comes_along(
+    tiny_target: Path, tmp_path: Path, norms: set[str]
+) -> None:
     target = open_target(str(tiny_target), weights=True)
-    config = derive(target, target.vocab_size, [2, 4, 5])
+    config = derive(target, target.vocab_size, [2, 4, 5], norms=norms)
     write_speculators(tmp_path / "x", export_tensors(DraftModel(config), {}), config, target, 3, "card")
     described = json.loads((tmp_path / "x" / "config.json").read_text())
     for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
-        assert described[flag] is False
+        assert described[flag] is (flag in norms)
     assert "auto_map" not in described and described["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert described["speculators_config"]["verifier"] == {
         "name_or_path": str(tiny_target),

@@ -17,7 +17,7 @@ HIDDEN, VOCAB, DRAFT_VOCAB, STEPS = 64, 256, 96, 4
 EPS = 1e-6
 
 
-def our_config(rope: dict) -> DraftConfig:
+def our_config(rope: dict, **norms: bool) -> DraftConfig:
     return DraftConfig(
         hidden_size=HIDDEN,
         intermediate_size=128,
@@ -30,6 +30,7 @@ def our_config(rope: dict) -> DraftConfig:
         vocab_size=VOCAB,
         draft_vocab_size=DRAFT_VOCAB,
         aux_layers=(1, 2, 3),
+        **norms,
     )
 
 
@@ -41,7 +42,8 @@ def reference_model(config: DraftConfig) -> Eagle3DraftModel:
         draft_vocab_size=DRAFT_VOCAB,
         norm_before_residual=False,
         norm_before_fc=False,
-        norm_output=False,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
         eagle_aux_hidden_state_layer_ids=[1, 2, 3],
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
@@ -121,16 +123,20 @@ ROPES = {
 }
 
 
+@pytest.mark.parametrize("fc_norm", [False, True], ids=["fc", "fc_norm"])
+@pytest.mark.parametrize("norm_output", [False, True], ids=["residual", "norm_output"])
 @pytest.mark.parametrize("rope", ROPES)
-def test_loss_and_gradients_equal_speculators(rope: str) -> None:
+def test_loss_and_gradients_equal_speculators(rope: str, norm_output: bool, fc_norm: bool) -> None:
     torch.manual_seed(1)
-    config = our_config(ROPES[rope])
+    config = our_config(ROPES[rope], fc_norm=fc_norm, norm_output=norm_output)
     reference = reference_model(config)
     ours = DraftModel(config)
     layer = reference.layers[0]
     renamed = {"fc": reference.fc, "norm": reference.norm, "lm_head": reference.lm_head}
     pairs = {f"{name}.weight": module.weight for name, module in renamed.items()}
     pairs |= {f"midlayer.{name}": parameter for name, parameter in layer.named_parameters()}
+    if fc_norm:
+        pairs |= {f"fc_norm.{name}": parameter for name, parameter in reference.fc_norm.named_parameters()}
     ours.load_state_dict({name: parameter.detach() for name, parameter in pairs.items()}, strict=True)
     ours.embed_tokens.copy_(reference.embed_tokens.weight)
 

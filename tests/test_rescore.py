@@ -28,6 +28,8 @@ YARN = {
     },
 }
 
+NORMS = {"fc_norm": True, "norm_output": True}
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -53,7 +55,7 @@ def follow_drafts(samples: list[dict[str, torch.Tensor]], draft: DraftModel, tar
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("stated", [None, YARN], ids=["default", "yarn"])
+@pytest.mark.parametrize("stated", [None, YARN, NORMS], ids=["default", "yarn", "norms"])
 def test_a_second_reader_gets_the_same_loss_and_walk(tiny_target: Path, tmp_path: Path, stated: dict | None) -> None:
     """Also what T02 asks for: the shape is only in the files, and our own reader takes exactly those tensors."""
     write_states(tmp_path, tiny_target, count=2)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from capture_for_tests import random_prompts
 from rescore import Export
-from served_walk import Answer, count_walk, open_draft, served
+from served_walk import Answer, count_walk, open_draft, plain_answers, served
 from states_for_tests import AUX_LAYERS
 from transformers import AutoModelForCausalLM
 
-from eagle3.draft.config import derive
+from eagle3.draft.config import NORM_KEYS, derive
 from eagle3.draft.loss import Teacher
 from eagle3.draft.model import DraftModel
 from eagle3.export import config_json, export_tensors, write_export
@@ -26,8 +26,17 @@ PROMPTS, TOKENS, DRAFTS = 12, 40, 3
 
 
 @dataclass
+class Plain:
+    """A small random target's greedy answers: with states to train on, and as vLLM writes them."""
+
+    target: Target
+    samples: list[dict[str, torch.Tensor]]
+    answers: list[Answer]
+
+
+@dataclass
 class Served:
-    """A small random target with a draft that is half good at it, as vLLM served them."""
+    """The target with a draft that is half good at it, as vLLM served them."""
 
     target: Target
     export: Path
@@ -37,15 +46,22 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served_draft(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    scratch = tmp_path_factory.mktemp("served-walk")
+def plain(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Plain:
     target = open_target(str(tiny_target), weights=True)
     prompts = random_prompts([8 + 3 * n for n in range(PROMPTS)], seed=5)
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
     samples = [sample_of(model, prompt, TOKENS + DRAFTS) for prompt in prompts]
+    log = tmp_path_factory.mktemp("plain") / "engine.log"
+    return Plain(target, samples, plain_answers(target, prompts, DRAFTS, TOKENS, log))
+
+
+@pytest.fixture(scope="module", params=[(), NORM_KEYS], ids=["eagle-3", "eagle-3.1"])
+def served_draft(plain: Plain, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    scratch = tmp_path_factory.mktemp("served-walk")
     export = scratch / "export"
-    train_on(samples, target, export)
-    return Served(target, export, *served(target, export, prompts, DRAFTS, TOKENS, scratch / "engine.log"))
+    train_on(plain.samples, plain.target, export, request.param)
+    counts = served(plain.target, export, plain.answers, DRAFTS, TOKENS, scratch / "engine.log")
+    return Served(plain.target, export, plain.answers, *counts)
 
 
 @torch.no_grad()
@@ -67,14 +83,14 @@ def sample_of(model, prompt: list[int], tokens: int) -> dict[str, torch.Tensor]:
     }
 
 
-def train_on(samples: list[dict[str, torch.Tensor]], target: Target, export: Path) -> None:
+def train_on(samples: list[dict[str, torch.Tensor]], target: Target, export: Path, norms: tuple[str, ...]) -> None:
     """A draft for these answers; some of their tokens are outside its vocabulary."""
     torch.manual_seed(0)
     seen, counts = torch.cat([sample["input_ids"][sample["loss_mask"]] for sample in samples]).unique(
         return_counts=True
     )
     ids = seen[counts.argsort(descending=True)][: int(0.9 * len(seen))].sort().values.long()
-    config = derive(target, len(ids), AUX_LAYERS)
+    config = derive(target, len(ids), AUX_LAYERS, norms=norms)
     head = TargetHead(target, torch.float32, "cpu", rows=ids)
     draft = DraftModel(config)
     draft.initialise(read_embedding(target), head.weight, seed=0)
@@ -108,7 +124,7 @@ def speculate(model, export: Export, aux_layers: list[int], prompt: list[int], t
     while len(written) < tokens:
         known = prompt + written
         states = run(known).hidden_states
-        fused = [export.linear("fc", torch.cat([states[i][0, t] for i in aux_layers])) for t in range(len(known) - 1)]
+        fused = [export.fused(torch.cat([states[i][0, t] for i in aux_layers])) for t in range(len(known) - 1)]
         true = [export.projections(known[t + 1], fused[t], t) for t in range(len(known) - 1)]
         keys, values = [k for _, k, _ in true], [v for _, _, v in true]
         hidden, query, proposed = fused[-1], true[-1][0], []

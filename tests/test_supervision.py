@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3.draft.loss import Teacher
+from eagle3.draft.loss import Teacher, compare
 from eagle3.draft.model import StepOutput
 from eagle3.terminal import UserError
 from eagle3.training import packing
@@ -70,7 +70,7 @@ def test_packed_batch_equals_a_walk_over_each_document(documents, steps, supervi
     batch = make_batch(samples, steps, supervision)
     found = {
         (int(batch.rows[r]), k): (
-            int(batch.next_ids[k, r]),
+            int(batch.input_ids[batch.reach[k, r]]),
             int(batch.final_hidden[batch.teacher_index[k, r], 0]),
             int(batch.labels[k, r]),
         )
@@ -165,7 +165,10 @@ def test_walk_and_plain_mean_differ_and_out_of_vocabulary_is_wrong() -> None:
 
 
 def records(lengths: list[int]) -> list[dict]:
-    return [{"index": i, "tokens": n, "conversation": f"c{i // 2}"} for i, n in enumerate(lengths)]
+    """The first half of each sample is a prompt."""
+    return [
+        {"index": i, "tokens": n, "supervised": n - n // 2, "conversation": f"c{i // 2}"} for i, n in enumerate(lengths)
+    ]
 
 
 @settings(deadline=None)
@@ -174,10 +177,12 @@ def records(lengths: list[int]) -> list[dict]:
     world=st.integers(1, 4),
     accumulation=st.integers(1, 3),
     epoch=st.integers(0, 3),
+    max_rows=st.integers(25, 64),
 )
-def test_every_sample_is_seen_once_an_epoch_whatever_the_ranks(lengths, world, accumulation, epoch) -> None:
-    packs = packing.epoch_packs(records(lengths), 64, seed=3, epoch=epoch)
+def test_every_sample_is_seen_once_an_epoch_whatever_the_ranks(lengths, world, accumulation, epoch, max_rows) -> None:
+    packs = packing.epoch_packs(records(lengths), 64, max_rows, seed=3, epoch=epoch)
     assert all(sum(record["tokens"] for record in pack) <= 64 for pack in packs)
+    assert all(sum(record["supervised"] for record in pack) <= max_rows for pack in packs)
     steps = packing.steps_per_epoch(len(packs), world, accumulation)
     seen = [
         record["index"]
@@ -191,13 +196,15 @@ def test_every_sample_is_seen_once_an_epoch_whatever_the_ranks(lengths, world, a
 
 
 def test_an_epoch_has_its_own_order_and_keeps_it() -> None:
-    order = [[r["index"] for p in packing.epoch_packs(records([5] * 30), 20, 0, e) for r in p] for e in (0, 1, 0)]
+    order = [[r["index"] for p in packing.epoch_packs(records([5] * 30), 20, 20, 0, e) for r in p] for e in (0, 1, 0)]
     assert order[0] == order[2] != order[1]
 
 
 def test_a_sample_longer_than_a_pack_is_named() -> None:
     with pytest.raises(UserError, match=r"sample 1 has 90 tokens, --max-tokens is 64"):
-        packing.pack(records([5, 90]), 64)
+        packing.pack(records([5, 90]), 64, 64)
+    with pytest.raises(UserError, match=r"sample 1 has 32 supervised tokens, --max-rows is 31; raise it"):
+        packing.pack(records([5, 64]), 64, 31)
 
 
 @settings(deadline=None)
@@ -243,4 +250,5 @@ def test_overlap_counts_the_targets_probability_outside_the_vocabulary_as_lost()
     q = torch.zeros(5, 50).index_copy_(1, ids, draft.softmax(-1))
     teacher = Teacher(target[:, ids], target.logsumexp(-1))
     expected = torch.minimum(p, q).sum(-1)
-    torch.testing.assert_close(teacher.overlap(draft, torch.arange(5)), expected)
+    _, _, overlap = compare(draft.clone(), teacher, torch.arange(5), torch.ones(5, dtype=torch.bool))
+    torch.testing.assert_close(overlap, expected)

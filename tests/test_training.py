@@ -171,16 +171,22 @@ def test_loss_weights_are_decay_over_the_count_of_rows() -> None:
 
 
 @pytest.mark.slow
-def test_a_frozen_lm_head_stays_the_targets(tiny_target: Path, states: Path, tmp_path: Path) -> None:
+def test_a_frozen_lm_head_stays_the_targets_and_norms_are_trained(
+    tiny_target: Path, states: Path, tmp_path: Path
+) -> None:
     shape = tmp_path / "draft.json"
-    shape.write_text('{"intermediate_size": 96, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}')
-    changes = ["--draft-config", shape, "--format", "speculators"]
+    shape.write_text('{"intermediate_size": 96, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "norm_output": true}')
+    changes = ["--draft-config", shape, "--fc-norm", "--format", "speculators"]
     result = train(tiny_target, states, tmp_path / "draft", "--lm-head", "frozen", "--epochs", 2, *changes)
     tensors = load_file(tmp_path / "draft" / "export" / "model.safetensors")
     rows = read_lm_head(open_target(str(tiny_target), weights=True))[tensors["t2d"]].bfloat16()
     assert torch.equal(tensors["lm_head.weight"], rows) and "lm_head frozen" in result.stdout
     assert not torch.equal(tensors["norm.weight"], torch.ones_like(tensors["norm.weight"]))
     assert tensors["midlayer.mlp.up_proj.weight"].shape == (96, 64)
+    for place in range(3):  # of three aux layers
+        assert not torch.equal(tensors[f"fc_norm.{place}.weight"], torch.ones(64, dtype=torch.bfloat16))
+    described = json.loads((tmp_path / "draft" / "export" / "config.json").read_text())
+    assert described["fc_norm"] is True and described["norm_output"] is True
     assert "rope theta is 10000.0, the target's 50000.0; right only if" in result.stderr  # the check of the export
     other = load_file(tmp_path / "draft" / "export-speculators" / "model.safetensors")
     assert torch.equal(other["layers.0.mlp.up_proj.weight"], tensors["midlayer.mlp.up_proj.weight"])

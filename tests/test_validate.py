@@ -14,7 +14,7 @@ from conftest import REPOSITORY
 from safetensors.torch import load_file, save_file
 from test_export import KIMI
 
-from eagle3.draft.config import derive, read_draft_config
+from eagle3.draft.config import NORM_KEYS, derive, read_draft_config
 from eagle3.draft.model import DraftModel
 from eagle3.export import config_json, draft_to_target, export_tensors, write_export
 from eagle3.export_speculators import write_speculators
@@ -51,8 +51,10 @@ def target(tiny_target: Path) -> Target:
     return open_target(str(tiny_target), weights=True)
 
 
-def make_export(directory: Path, target: Target, layers: list[int], draft_vocab: int = DRAFT_VOCAB) -> Path:
-    config = derive(target, draft_vocab, layers)
+def make_export(
+    directory: Path, target: Target, layers: list[int], draft_vocab: int = DRAFT_VOCAB, norms: tuple = ()
+) -> Path:
+    config = derive(target, draft_vocab, layers, norms=norms)
     model = random_draft(config)
     model.embed_tokens.copy_(read_embedding(target))
     tensors = export_tensors(model, vocab_map(target.vocab_size))
@@ -153,6 +155,26 @@ def with_bias(config: Config, tensors: Tensors) -> None:
 def with_norm_before_fc(config: Config, tensors: Tensors) -> None:
     config["norm_before_fc"] = True
     tensors["input_norm.weight"] = torch.ones(192, dtype=torch.bfloat16)
+
+
+def fc_norms(count: int, width: int = 64, **values) -> Callable[[Config, Tensors], None]:
+    """So many norms before fc added, and config keys set."""
+
+    def change(config: Config, tensors: Tensors) -> None:
+        config.update(values)
+        tensors |= {f"fc_norm.{place}.weight": torch.ones(width).bfloat16() for place in range(count)}
+
+    return change
+
+
+def nested(**values) -> Callable[[Config, Tensors], None]:
+    return lambda config, tensors: config["eagle_config"].update(values)
+
+
+def sglangs_fc_norms(config: Config, tensors: Tensors) -> None:
+    fc_norms(3, use_aux_norm=True)(config, tensors)
+    for place, name in enumerate(("low", "mid", "high")):
+        tensors[f"aux_norm_{name}.weight"] = tensors.pop(f"fc_norm.{place}.weight")
 
 
 def own_embedding(config: Config, tensors: Tensors) -> None:
@@ -272,6 +294,15 @@ FAULTS: dict[str, tuple[Callable[[Config, Tensors], None], str, str]] = {
     "norm_before_residual (S06)": (stated(norm_before_residual=True), "", "e norm-before-residual"),
     "norm_before_fc (S06)": (with_norm_before_fc, "", "e norm-before-fc"),
     "attention_bias": (with_bias, "", "e attention-bias"),
+    "fc_norm without its tensors": (stated(fc_norm=True), "e missing-tensor", "e missing-tensor"),
+    "fc_norm's tensors without fc_norm": (fc_norms(3), "e fc-norm", "e fc-norm"),
+    "fc_norm of two states": (fc_norms(2, fc_norm=True), "e missing-tensor", "e missing-tensor"),
+    "fc_norm of four states": (fc_norms(4, fc_norm=True), "e fc-norm", "e fc-norm"),
+    "fc_norm over all states": (fc_norms(3, 192, fc_norm=True), "e shape*3", "e shape*3"),
+    "fc_norm inside eagle_config": (nested(fc_norm=True), "e fc-norm, e missing-tensor", "e fc-norm, e missing-tensor"),
+    "fc_norm under SGLang's old names": (sglangs_fc_norms, "e fc-norm*2", ""),
+    "norm_output inside eagle_config": (nested(norm_output=True), "e norm-output", "e norm-output"),
+    "norm_output as a number": (stated(norm_output=1), "e config-type", "e config-type"),
     "no dtype": (stated(dtype=None, torch_dtype=None), "w dtype", "e dtype"),
     "dtype under one name (S17)": (stated(torch_dtype=None), "w dtype", "w dtype"),
     "two dtypes (S17)": (stated(torch_dtype="float16"), "e dtype", "e dtype"),
@@ -326,10 +357,11 @@ def test_ids_that_contradict_are_an_error_when_both_servers_matter(good: Path, t
     assert "[2, 4, 6]" in found.text and "[3, 5, 7]" in found.text and "ids one less" in found.text
 
 
+@pytest.mark.parametrize("norms", [(), NORM_KEYS], ids=["eagle-3", "eagle-3.1"])
 @pytest.mark.parametrize("layers", [[2, 4, 6], [2, 4, 5], [1, 3, 7]])
-def test_a_good_export_has_no_finding(layers: list[int], target: Target, tmp_path: Path) -> None:
+def test_a_good_export_has_no_finding(layers: list[int], norms: tuple, target: Target, tmp_path: Path) -> None:
     """S19, S20: the ids of stage 02 stand at top level as they are, and name the same states for SGLang."""
-    directory = make_export(tmp_path / "export", target, layers)
+    directory = make_export(tmp_path / "export", target, layers, norms=norms)
     assert codes(directory, target) == []
     described = json.loads((directory / "config.json").read_text())
     assert described[IDS] == layers and [i + 1 for i in described["eagle_config"][IDS]] == layers
@@ -379,9 +411,9 @@ def test_kimis_published_shape_has_no_finding_in_its_config(tmp_path: Path) -> N
     assert codes(tmp_path, target) == ["e no-weights"]
 
 
-@pytest.mark.parametrize("layers", [AUX, [2, 6]])
-def test_speculators_layout_is_for_vllm_alone(layers: list[int], target: Target, tmp_path: Path) -> None:
-    config = derive(target, DRAFT_VOCAB, layers)
+@pytest.mark.parametrize(("layers", "norms"), [(AUX, ()), ([2, 6], NORM_KEYS)])
+def test_speculators_layout_is_for_vllm_alone(layers: list[int], norms: tuple, target: Target, tmp_path: Path) -> None:
+    config = derive(target, DRAFT_VOCAB, layers, norms=norms)
     model = random_draft(config)
     model.embed_tokens.copy_(read_embedding(target))
     tensors = export_tensors(model, vocab_map(target.vocab_size))

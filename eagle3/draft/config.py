@@ -1,6 +1,7 @@
 """Shape of the draft: one Llama-type decoder layer of the target's width, derived from it or read from a file."""
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 DROPPED_ROPE_KEYS = ("mscale", "mscale_all_dim")
 # What a draft config file may say: the shape, and facts of the run that it was written for
 SIZE_KEYS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+NORM_KEYS = ("fc_norm", "norm_output")  # EAGLE-3.1
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 FACT_KEYS = (
     "hidden_size",
@@ -40,6 +42,8 @@ class DraftConfig:
     vocab_size: int  # the target's
     draft_vocab_size: int
     aux_layers: tuple[int, ...]  # vLLM's convention, ascending
+    fc_norm: bool = False  # each aux layer's states have an RMSNorm of their own before fc
+    norm_output: bool = False  # the next step takes the final norm's output, not the residual stream before it
 
     def llama(self) -> LlamaConfig:
         """The same shape as a transformers LlamaConfig of one layer."""
@@ -64,8 +68,8 @@ class DraftConfig:
 def read_draft_config(path: Path) -> dict[str, Any]:
     """A draft config file: a JSON object with keys of the export's config.json.
 
-    Raises UserError naming every key that is none of SIZE_KEYS, ROPE_KEYS, FACT_KEYS or rms_norm_eps, and values of the
-    wrong kind: a misspelt key must not leave the derived value in place.
+    Raises UserError naming every key that is none of SIZE_KEYS, NORM_KEYS, ROPE_KEYS, FACT_KEYS or rms_norm_eps, and
+    values of the wrong kind: a misspelt key must not leave the derived value in place.
     """
     try:
         stated = json.loads(path.read_text())
@@ -73,12 +77,15 @@ def read_draft_config(path: Path) -> dict[str, Any]:
         raise UserError(f"--draft-config {path}: {error}") from error
     if not isinstance(stated, dict):
         raise UserError(f"--draft-config {path}: expected a JSON object, found {type(stated).__name__}")
-    known = (*SIZE_KEYS, "rms_norm_eps", *ROPE_KEYS, *FACT_KEYS)
+    known = (*SIZE_KEYS, "rms_norm_eps", *NORM_KEYS, *ROPE_KEYS, *FACT_KEYS)
     if unknown := [key for key in stated if key not in known]:
         raise UserError(f"--draft-config {path} has unknown keys {', '.join(unknown)}; known: {', '.join(known)}")
     for key in SIZE_KEYS:
         if key in stated and (type(stated[key]) is not int or stated[key] < 1):
             raise UserError(f"--draft-config {path}: {key} is {stated[key]!r}, expected a positive integer")
+    for key in NORM_KEYS:
+        if type(stated.get(key, False)) is not bool:
+            raise UserError(f"--draft-config {path}: {key} is {stated[key]!r}, expected true or false")
     eps = stated.get("rms_norm_eps", 1e-6)
     if not isinstance(eps, float) or not 0 < eps < 1:
         raise UserError(f"--draft-config {path}: rms_norm_eps is {eps!r}, expected a number such as 1e-6")
@@ -91,13 +98,19 @@ def read_draft_config(path: Path) -> dict[str, Any]:
 
 
 def derive(
-    target: Target, draft_vocab_size: int, aux_layers: list[int], stated: dict[str, Any] | None = None
+    target: Target,
+    draft_vocab_size: int,
+    aux_layers: list[int],
+    stated: dict[str, Any] | None = None,
+    norms: Collection[str] = (),
 ) -> DraftConfig:
     """The draft of `target`: its width, heads, MLP and rope; what `stated` (a draft config file) says wins.
 
+    `norms` are those of NORM_KEYS that flags ask for.
+
     For MLA targets (kv_lora_rank) the config's head_dim is only the rope part: the draft takes v_head_dim and as many
     key/value heads as query heads. Raises UserError for a config without attention heads or of unknown rope type, and
-    for a stated fact that is not this run's.
+    for a stated fact that is not this run's, such as a norm that is off in the file and asked for.
     """
     config, stated = target.config, stated or {}
     heads = config.get("num_attention_heads")
@@ -114,6 +127,9 @@ def derive(
             raise UserError(
                 f"--draft-config: {key} is {stated[key]!r}, this run has {value!r}; give a file made for it"
             )
+    for key in norms:
+        if stated.get(key) is False:
+            raise UserError(f"--{key.replace('_', '-')} contradicts --draft-config, where {key} is false; drop one")
     sizes = {
         "intermediate_size": config.get("intermediate_size") or 4 * target.hidden_size,
         "num_attention_heads": heads,
@@ -135,6 +151,7 @@ def derive(
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab_size,
         aux_layers=tuple(aux_layers),
+        **{key: key in norms or stated.get(key, False) for key in NORM_KEYS},
     )
 
 

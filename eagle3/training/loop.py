@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from eagle3 import artifacts, terminal
-from eagle3.draft.loss import Teacher
+from eagle3.draft.loss import Teacher, Text
 from eagle3.draft.model import Batch, DraftModel
 from eagle3.target import TargetHead
 from eagle3.terminal import UserError
@@ -41,9 +41,11 @@ class TrainOptions:
     weight_decay: float
     clip: float
     max_tokens: int  # tokens of one pack (micro-batch)
+    max_rows: int  # supervised ones of it
     accumulation: int
     ttt_steps: int
     step_decay: float  # weight of TTT step k is step_decay ** k
+    loss: str  # kl | cross-entropy
     loss_norm: str  # per-step | first-step
     supervision: str  # served | shifted-mask
     train_lm_head: bool
@@ -221,7 +223,8 @@ class Trainer:
         self.checkpoint: str | None = None  # name of the latest
 
     def _packs(self, epoch: int) -> list[list[dict]]:
-        return packing.epoch_packs(self.train_records, self.options.max_tokens, self.options.seed, epoch)
+        budgets = self.options.max_tokens, self.options.max_rows
+        return packing.epoch_packs(self.train_records, *budgets, self.options.seed, epoch)
 
     def _learning_rate_factor(self, step: int) -> float:
         """Linear warm-up, then cosine to a tenth."""
@@ -259,6 +262,10 @@ class Trainer:
         with torch.no_grad():
             return Teacher(self.head(batch.final_hidden), normaliser)
 
+    def _text(self, batch: Batch) -> Text:
+        labels = self.target_to_draft[batch.following.clamp(min=0)]
+        return Text(labels.masked_fill(batch.following < 0, -1))
+
     def _normalise(self, packs: list[list[dict]]) -> list[torch.Tensor]:
         """For each pack log of the sum of exp(logit) over all target ids, float [S]: the share outside the draft's."""
         head = self.whole_head()
@@ -288,7 +295,8 @@ class Trainer:
         sums = torch.zeros(steps, dtype=torch.float64, device=self.device)
         for batch in batches:
             batch = batch.to(self.device, self.dtype)
-            output = self.engine(batch, self._teacher(batch))
+            teacher = self._text(batch) if self.options.loss == "cross-entropy" else self._teacher(batch)
+            output = self.engine(batch, teacher)
             sums += output.loss.detach()
             loss = (output.loss * weights).sum()
             # DeepSpeed averages over ranks; the weights already count the rows of all of them
@@ -364,7 +372,7 @@ class Trainer:
         """
         sums = Acceptance(self.options.ttt_steps)
         stopped = 0.0
-        packs = packing.pack(self.held_out, self.options.max_tokens)[self.rank :: self.world]
+        packs = packing.pack(self.held_out, self.options.max_tokens, self.options.max_rows)[self.rank :: self.world]
         if self.normalisers is None:
             self.normalisers = self._normalise(packs)
         for records, normaliser in zip(packs, self.normalisers, strict=True):

@@ -24,28 +24,33 @@ def hold_out(records: list[dict], fraction: float, seed: int) -> tuple[list[dict
     return [r for r in records if r["conversation"] not in held], [r for r in records if r["conversation"] in held]
 
 
-def pack(records: list[dict], max_tokens: int) -> list[list[dict]]:
-    """Fill packs of at most `max_tokens` tokens in the given order (next fit)."""
+def pack(records: list[dict], max_tokens: int, max_rows: int) -> list[list[dict]]:
+    """Fill packs of at most `max_tokens` tokens and `max_rows` supervised ones in the given order (next fit).
+
+    Two budgets because memory follows both: a prompt token costs its state, key and value, a supervised one the
+    activations of every TTT step.
+    """
     packs: list[list[dict]] = []
-    room = 0
+    tokens = rows = 0  # of the last pack
     for record in records:
-        if record["tokens"] > max_tokens:
-            raise UserError(
-                f"sample {record['index']} has {record['tokens']} tokens, --max-tokens is {max_tokens}; raise it"
-            )
-        if not packs or record["tokens"] > room:
+        for count, most, flag in (("tokens", max_tokens, "--max-tokens"), ("supervised", max_rows, "--max-rows")):
+            if record[count] > most:
+                named = "tokens" if count == "tokens" else "supervised tokens"
+                raise UserError(f"sample {record['index']} has {record[count]} {named}, {flag} is {most}; raise it")
+        if not packs or tokens + record["tokens"] > max_tokens or rows + record["supervised"] > max_rows:
             packs.append([])
-            room = max_tokens
+            tokens = rows = 0
         packs[-1].append(record)
-        room -= record["tokens"]
+        tokens += record["tokens"]
+        rows += record["supervised"]
     return packs
 
 
-def epoch_packs(records: list[dict], max_tokens: int, seed: int, epoch: int) -> list[list[dict]]:
+def epoch_packs(records: list[dict], max_tokens: int, max_rows: int, seed: int, epoch: int) -> list[list[dict]]:
     """The packs of one epoch: shuffled by (seed, epoch), then packed."""
     order = list(records)
     random.Random(f"{seed}/{epoch}").shuffle(order)
-    return pack(order, max_tokens)
+    return pack(order, max_tokens, max_rows)
 
 
 def step_packs(packs: list[list[dict]], step: int, rank: int, world: int, accumulation: int) -> list[list[dict]]:

@@ -63,13 +63,14 @@ def make_batch(samples: list[dict[str, torch.Tensor]], steps: int, supervision: 
     valid = valid[:, rows]
     last = input_ids.shape[0] - 1
     reach = rows[None] + torch.arange(steps)[:, None] + 1  # [K, R], position t+1+k
-    inside = (reach <= last) & (documents[reach.clamp(max=last)] == documents[rows][None])
-    next_ids = torch.where(inside, input_ids[reach.clamp(max=last)], 0)
+    embedded, embedded_index = reach.clamp(max=last).unique(return_inverse=True)  # [U], [K, R]
     place = loss_mask.cumsum(0) - 1  # row of final_hidden at a supervised position
     teacher_index = torch.where(valid, place[reach.clamp(max=last)], 0)
     drafted = (reach + 1).clamp(max=last)
     has_label = (reach < last) & (documents[drafted] == documents[rows][None])
     labels = torch.where(has_label, input_ids[drafted], -1)
+    supervised = loss_mask.nonzero()[:, 0]  # [S]
+    after = (supervised + 1).clamp(max=last)
     return Batch(
         input_ids=input_ids,
         positions=positions,
@@ -79,8 +80,13 @@ def make_batch(samples: list[dict[str, torch.Tensor]], steps: int, supervision: 
         rows=rows,
         valid=valid,
         teacher_index=teacher_index,
-        next_ids=next_ids,
+        reach=reach.clamp(max=last),
+        embedded=embedded,
+        embedded_index=embedded_index,
         labels=labels,
+        following=torch.where(documents[after] == documents[supervised], input_ids[after], -1).masked_fill(
+            after == supervised, -1
+        ),
         aux_scale=torch.cat([sample["aux_scale"] for sample in samples]) if "aux_scale" in samples[0] else None,
         final_scale=torch.cat([sample["final_scale"] for sample in samples]) if "final_scale" in samples[0] else None,
     )
@@ -102,8 +108,11 @@ def empty_batch(config: DraftConfig, steps: int) -> Batch:
         rows=torch.zeros(1, dtype=torch.long),
         valid=torch.zeros(steps, 1, dtype=torch.bool),
         teacher_index=zeros,
-        next_ids=zeros,
+        reach=zeros + 1,
+        embedded=torch.ones(1, dtype=torch.long),
+        embedded_index=zeros,
         labels=zeros - 1,
+        following=torch.tensor([-1]),
     )
 
 

@@ -58,6 +58,11 @@ class Check:
         return self.config.get("eagle_config") or {}
 
     @property
+    def fc_norm(self) -> bool:
+        """Whether each state has a norm before fc, under any name and at any place that a config has for it."""
+        return bool(self.config.get("fc_norm") or self.config.get("use_aux_norm") or self.eagle.get("fc_norm"))
+
+    @property
     def draft_vocab(self) -> int:
         size = self.config.get("draft_vocab_size")
         return self.config["vocab_size"] if size is None else size

@@ -24,13 +24,14 @@ ROPE_FORMS = ("rope_scaling", "rope_parameters")
 # A value of another kind is computed with, or refused by transformers' strict config classes
 REQUIRED = "hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
 REQUIRED += ["vocab_size", "max_position_embeddings"]
-FLAGS = "tie_word_embeddings attention_bias mlp_bias norm_before_residual norm_before_fc fc_norm norm_output use_cache"
+FLAGS = "tie_word_embeddings attention_bias mlp_bias norm_before_residual norm_before_fc fc_norm use_aux_norm".split()
+FLAGS += ["norm_output", "use_cache"]
 KINDS: tuple[tuple[tuple[type, ...], tuple[str, ...]], ...] = (
     ((int,), (*REQUIRED, "target_hidden_size")),
     ((int, type(None)), ("num_key_value_heads", "head_dim", "draft_vocab_size", "num_aux_hidden_states")),
     ((int, float), ("rms_norm_eps",)),
     ((int, float, type(None)), ("rope_theta",)),
-    ((bool,), tuple(FLAGS.split())),
+    ((bool,), tuple(FLAGS)),
     ((str, type(None)), ("model_type", "hidden_act", "dtype", "torch_dtype")),
     ((dict, type(None)), (*ROPE_FORMS, "eagle_config", "quantization_config")),
     ((list, type(None)), ("architectures",)),
@@ -149,6 +150,13 @@ def _norms_and_bias(check: Check) -> None:
     for key in ("norm_before_residual", "norm_before_fc", "attention_bias"):
         if check.sglang and (check.config.get(key) or check.eagle.get(key)):
             check.error(key.replace("_", "-"), f"{key} is true, which SGLang does not know; train without it")
+    for key in ("fc_norm", "norm_output"):  # llama_eagle3.py of vllm and srt take them from the config itself
+        if check.eagle.get(key) and not check.config.get(key):
+            check.error(
+                key.replace("_", "-"), f"{key} is true only inside eagle_config, where no server looks; move it out"
+            )
+    if check.vllm and check.config.get("use_aux_norm") and not check.config.get("fc_norm"):
+        check.error("fc-norm", "use_aux_norm is true, a name that SGLang alone knows; write fc_norm true")
 
 
 def _dtype(check: Check) -> None:

@@ -38,7 +38,7 @@ def expected_shapes(check: Check) -> dict[str, tuple[int, ...]]:
             shapes[f"layers.{layer}.{norm}.weight"] = (width,)
     if check.eagle.get("norm_before_fc", config.get("norm_before_fc")):
         shapes["input_norm.weight"] = (states,)
-    if config.get("fc_norm"):
+    if check.fc_norm:
         shapes |= {f"fc_norm.{place}.weight": (check.state_width,) for place in range(states // check.state_width)}
     return shapes | {
         "norm.weight": (width,),
@@ -57,7 +57,20 @@ def names_and_shapes(check: Check) -> None:
         prefixed = [name for name in prefixed if name == "model.lm_head.weight"]
     if prefixed:  # vllm/model_executor/models/llama_eagle3.py load_weights puts model. before every name
         check.error("prefix", f"{len(prefixed)} names such as {prefixed[0]}; write them without model.")
-    if extra := sorted(tensors.keys() - expected.keys()):
+    old = sorted(stored.name for stored in tensors.values() if "aux_norm_" in stored.name)
+    if check.vllm and old:  # srt/models/llama_eagle3.py load_weights alone renames them
+        check.error("fc-norm", f"{len(old)} names such as {old[0]} that SGLang alone knows; write fc_norm.0 and so on")
+    extra = sorted(tensors.keys() - expected.keys())
+    if norms := [name for name in extra if name.startswith("fc_norm.")]:
+        # vLLM raises, SGLang skips them and hands fc what it was not trained on
+        count = sum(name.startswith("fc_norm.") for name in expected)
+        check.error(
+            "fc-norm",
+            f"{_some(norms)} beside the {count} norms before fc that config.json describes; write fc_norm true if it "
+            "was trained so, with one for each aux layer, else remove them",
+        )
+        extra = [name for name in extra if name not in norms]
+    if extra:
         # AutoWeightsLoader in vllm/model_executor/models/utils.py raises, srt/models/llama_eagle3.py skips
         effect = "vLLM refuses them" if check.vllm else "SGLang skips them silently"
         check.add(
