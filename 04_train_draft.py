@@ -245,11 +245,12 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
             complete=True,
             epochs=options.epochs,
             steps=trainer.step,
+            skipped_steps=trainer.guard.skipped,
             longest_sample=longest,
             held_out=[record["index"] for record in held_out],
             report=report,
         )
-        rows = {"export": export, "optimizer steps": trainer.step}
+        rows = {"export": export, "optimizer steps": f"{trainer.step}, {trainer.guard.skipped} of them skipped"}
         if arguments.format == "speculators":
             rows["speculators' layout"] = f"{export}-speculators"
         if report:

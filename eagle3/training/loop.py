@@ -23,7 +23,7 @@ from eagle3.draft.loss import Teacher, Text
 from eagle3.draft.model import Batch, DraftModel
 from eagle3.target import TargetHead
 from eagle3.terminal import UserError
-from eagle3.training import packing
+from eagle3.training import guard, packing
 from eagle3.training.metrics import Acceptance, measure
 from eagle3.training.record import Record
 from eagle3.training.supervision import empty_batch, load_sample, make_batch
@@ -215,12 +215,14 @@ class Trainer:
             },
         )
         self.model: DraftModel = self.engine.module
+        self.guard = guard.StepGuard(self.engine, optimizer, schedule)
         self.step = 0  # optimizer steps done
         self.epoch = 0
         self.step_in_epoch = 0
         self.last_report: dict[str, Any] | None = None
         self.normalisers: list[torch.Tensor] | None = None  # of this rank's held-out packs
         self.checkpoint: str | None = None  # name of the latest
+        self.good_checkpoint: str | None = None  # of the latest after which a step was good
 
     def _packs(self, epoch: int) -> list[list[dict]]:
         budgets = self.options.max_tokens, self.options.max_rows
@@ -281,8 +283,12 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------------- steps
 
-    def _optimizer_step(self, batches: list[Batch], stop: int) -> tuple[torch.Tensor, int]:
-        """Accumulate and apply one optimizer step. Returns (mean loss [K] over all ranks, highest stop signal)."""
+    def _optimizer_step(self, batches: list[Batch], stop: int) -> tuple[torch.Tensor, guard.Outcome, list[int], int]:
+        """Accumulate one optimizer step and apply it, unless the guard finds it bad.
+
+        Returns mean loss [K] over all ranks, the guard's outcome, the places among the step's packs whose loss is not
+        finite, and the highest stop signal; all ranks get the same.
+        """
         steps = self.options.ttt_steps
         counts = torch.zeros(steps + 1, dtype=torch.float64, device=self.device)  # rows of each TTT step; stop signal
         for batch in batches:
@@ -292,19 +298,45 @@ class Trainer:
             dist.all_reduce(counts)
         rows = counts[:steps]  # supervised rows of the whole optimizer step, all ranks and micro-batches
         weights = loss_weights(rows, self.options)
-        sums = torch.zeros(steps, dtype=torch.float64, device=self.device)
-        for batch in batches:
+        # losses of each TTT step; 1 for each micro-batch whose loss is not finite, in the order of the packs
+        sums = torch.zeros(steps + self.world * len(batches), dtype=torch.float64, device=self.device)
+        for micro, batch in enumerate(batches):
             batch = batch.to(self.device, self.dtype)
             teacher = self._text(batch) if self.options.loss == "cross-entropy" else self._teacher(batch)
             output = self.engine(batch, teacher)
-            sums += output.loss.detach()
+            sums[:steps] += output.loss.detach()
+            sums[steps + micro * self.world + self.rank] = ~output.loss.detach().isfinite().all()
             loss = (output.loss * weights).sum()
             # DeepSpeed averages over ranks; the weights already count the rows of all of them
             self.engine.backward(loss * self.world, scale_wrt_gas=False)
-            self.engine.step()
+            if micro + 1 < len(batches):
+                self.engine.step()
         if self.world > 1:
             dist.all_reduce(sums)
-        return (sums / rows.clamp(min=1)).cpu(), int(counts[steps])
+        loss = (sums[:steps] / rows.clamp(min=1)).cpu()
+        return loss, self.guard.step(loss), sums[steps:].nonzero()[:, 0].tolist(), int(counts[steps])
+
+    def _skipped(self, outcome: guard.Outcome, packs: list[list[dict]], record: Record | None) -> None:
+        """Name a step that was left out, and the samples of `packs`. Raises UserError after too many in a row."""
+        indices = [sample["index"] for pack in packs for sample in pack]
+        samples = ", ".join(map(str, indices[: guard.NAMED]))
+        if len(indices) > guard.NAMED:
+            samples += f" and {len(indices) - guard.NAMED} more"
+        if record:
+            values = {"epoch": self.epoch, "fault": outcome.fault, "samples": indices[: guard.NAMED]}
+            record.skipped(self.step, values | {"samples_in_all": len(indices), "skipped": self.guard.skipped})
+            terminal.warn(f"step {self.step} is skipped: {outcome.fault}; samples {samples}")
+        if self.guard.in_a_row < guard.MOST_IN_A_ROW:
+            return
+        kept = "no checkpoint is known to be good"
+        if self.good_checkpoint:
+            kept = f"the last good checkpoint is {self.output / 'checkpoints' / self.good_checkpoint}"
+        raise UserError(
+            f"{self.guard.in_a_row} steps in a row were skipped up to step {self.step} ({outcome.fault}; samples "
+            f"{samples}); {kept}; try a lower --learning-rate "
+            f"(now {self.options.learning_rate}) or --clip (now {self.options.clip}) in another --output-dir, or look "
+            "at the samples that metrics.jsonl names"
+        )
 
     def run(self) -> int:
         """Train to the end or to a stop signal. Returns the signal's number, 0 at the end."""
@@ -327,7 +359,8 @@ class Trainer:
                     if record:
                         record.add("held_out", self.step, {"epoch": self.epoch + 1} | report)
                 self.epoch, self.step_in_epoch = self.epoch + 1, 0
-                self._save()
+                if not self.guard.in_a_row or self.epoch == self.options.epochs:
+                    self._save()
         return 0
 
     def _epoch(self, stop: StopRequested, record: Record | None, bar: tqdm | None) -> bool:
@@ -338,20 +371,25 @@ class Trainer:
             packing.step_packs(packs, step, self.rank, self.world, self.options.accumulation)
             for step in range(self.step_in_epoch, count)
         ]
+        due = False  # a checkpoint; never amid bad steps, where the weights may be what is bad
         for batches in self._prefetched(jobs):
             started = time.monotonic()
             rate = self.schedule.get_last_lr()[0]
-            loss, asked = self._optimizer_step(batches, stop.signal)
+            loss, outcome, suspects, asked = self._optimizer_step(batches, stop.signal)
+            first = self.step_in_epoch * self.world * self.options.accumulation  # pack of all ranks
             self.step += 1
             self.step_in_epoch += 1
-            if not torch.isfinite(loss).all():
-                raise UserError(f"the loss of step {self.step} is {loss.tolist()}; lower --learning-rate")
-            if record:
+            if outcome.fault:
+                places = suspects or range(self.world * self.options.accumulation)
+                self._skipped(outcome, [pack for place in places for pack in packs[first + place :][:1]], record)
+            else:
+                self.good_checkpoint = self.checkpoint
+            if record and not outcome.fault:
                 values = {
                     "epoch": self.epoch,
                     "loss_by_step": [round(value, 5) for value in loss.tolist()],
                     "learning_rate": rate,
-                    "gradient_norm": float(self.engine.get_global_grad_norm()),
+                    "gradient_norm": outcome.gradient_norm,
                     "seconds": round(time.monotonic() - started, 3),
                 }
                 record.add("train", self.step, values)
@@ -360,8 +398,10 @@ class Trainer:
                 bar.set_postfix(loss=f"{float(loss[0]):.3f}", tau=(self.last_report or {}).get("tau", "-"))
             if asked:
                 return True
-            if self.step % self.save_every == 0 and self.step_in_epoch < count:
+            due = due or self.step % self.save_every == 0
+            if due and not self.guard.in_a_row and self.step_in_epoch < count:
                 self._save()
+                due = False
         return False
 
     @torch.no_grad()
@@ -395,7 +435,7 @@ class Trainer:
         """Write a checkpoint; `latest` points to it only once it is whole and on disk. The one before it stays too."""
         folder = self.output / "checkpoints"
         state = {"step": self.step, "epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
-        state |= {"last_report": self.last_report, "total_steps": self.total_steps}
+        state |= {"last_report": self.last_report, "total_steps": self.total_steps, "guard": self.guard.state()}
         # the end of an epoch is told from its last step, for a checkpoint in use is never written over
         tag = f"step{self.step:08d}" + ("" if self.step_in_epoch else f"-epoch{self.epoch}")
         if tag == self.checkpoint:  # stopped before anything was done
@@ -434,6 +474,7 @@ class Trainer:
             raise UserError(f"checkpoint {folder / tag} is incomplete; write an earlier one's name into latest")
         self.step, self.epoch, self.step_in_epoch = state["step"], state["epoch"], state["step_in_epoch"]
         self.last_report, self.checkpoint = state["last_report"], tag
+        self.guard.restore(state["guard"])
         if self.rank == 0 and state["total_steps"] != self.total_steps:
             terminal.warn(
                 f"the run had {state['total_steps']} steps, now it has {self.total_steps}: "

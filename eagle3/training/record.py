@@ -30,11 +30,19 @@ class Record:
 
     def add(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """One line of `kind` ("train" or "held_out"); a value is a number, a list or a dict of numbers."""
-        self._file.write(json.dumps({"kind": kind, "step": step} | values) + "\n")
-        self._file.flush()
+        self._write(kind, step, values)
         for key, value in values.items():
             named = dict(enumerate(value)) if isinstance(value, list) else value
             numbers = {f"{key}/{name}": v for name, v in named.items()} if isinstance(named, dict) else {key: named}
             for name, number in numbers.items():
                 self._board.add_scalar(f"{kind}/{name}", number, step)
         self._board.flush()
+
+    def skipped(self, step: int, values: dict[str, Any]) -> None:
+        """One line about a step that was left out, "skipped" of `values` being the count of them so far."""
+        self._write("skipped", step, values)
+        self._board.add_scalar("train/skipped", values["skipped"], step)
+
+    def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"kind": kind, "step": step} | values) + "\n")
+        self._file.flush()
