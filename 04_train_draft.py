@@ -2,7 +2,7 @@
 """Stage 04: train the EAGLE-3 draft with training-time test under DeepSpeed, and export it.
 
 Reads   OUT/hidden_states (stage 02) and OUT/vocab_map (stage 03); embedding, final norm and lm_head of the target
-Writes  OUT/draft: checkpoints/ metrics.jsonl tensorboard/ export/ manifest.json
+Writes  OUT/draft: checkpoints/ metrics.jsonl tensorboard/ export/ manifest.json; export/ is of the highest tau
 Needs   a GPU with room for the draft, its float32 optimizer state and one pack; or a CPU and a small target
 
     python 04_train_draft.py --model-path M --hidden-states-dir OUT/hidden_states --vocab-map-dir OUT/vocab_map \\
@@ -142,8 +142,8 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     )
     from eagle3.model_card import model_card
     from eagle3.target import TargetHead, open_target, read_embedding
+    from eagle3.training import best, loop, packing
     from eagle3.training import inputs as training_inputs
-    from eagle3.training import loop, packing
     from eagle3.validate import require_servable
 
     # ------------------------------------------------------------------------------------------------- inputs
@@ -223,10 +223,14 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     # --------------------------------------------------------------------------------------------- export
     export = arguments.output_dir / "export"
     longest = max(record["tokens"] for record in train)
+    last = {"epoch": trainer.epoch, "step": trainer.step, "report": trainer.last_report}
+    kept = trainer.best or last  # without held-out conversations nothing tells which is the best
     if rank == 0:
         artifacts.write_manifest(arguments.output_dir, "04", fingerprint, complete=False)  # while it is exchanged
+        if trainer.best:
+            best.load(trainer.best_file, trainer.model)
         card = model_card(
-            target, config, dataclasses.asdict(options), trainer.last_report, inputs.sources(), longest, arguments.note
+            target, config, dataclasses.asdict(options), kept["report"], inputs.sources(), longest, arguments.note
         )
         tensors = export_tensors(trainer.model, {"d2t": inputs.d2t, "t2d": inputs.t2d})
         write_export(export, tensors, described, card)
@@ -246,11 +250,20 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
             epochs=options.epochs,
             steps=trainer.step,
             skipped_steps=trainer.guard.skipped,
+            exported=in_short(kept),
+            last=in_short(last),
             longest_sample=longest,
             held_out=[record["index"] for record in held_out],
             report=report,
         )
         rows = {"export": export, "optimizer steps": f"{trainer.step}, {trainer.guard.skipped} of them skipped"}
+        rows["exported draft"] = f"epoch {kept['epoch']}, step {kept['step']}: "
+        if not held_out:
+            rows["exported draft"] += "the last, for nothing was held out"
+        elif kept["step"] == last["step"]:
+            rows["exported draft"] += f"the last, with the highest tau, {kept['report']['tau']}"
+        else:
+            rows["exported draft"] += f"the highest tau, {kept['report']['tau']}; the last had {last['report']['tau']}"
         if arguments.format == "speculators":
             rows["speculators' layout"] = f"{export}-speculators"
         if report:
@@ -266,6 +279,11 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
             rows["note"] = arguments.note
         terminal.summary("stage 04: draft trained and exported; the figures are of the exported files", rows, started)
     return 0
+
+
+def in_short(evaluated: dict) -> dict:
+    """Epoch, step and tau of an evaluation, for the manifest; tau is None where nothing was held out."""
+    return {"epoch": evaluated["epoch"], "step": evaluated["step"], "tau": (evaluated["report"] or {}).get("tau")}
 
 
 if __name__ == "__main__":

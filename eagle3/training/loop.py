@@ -23,7 +23,7 @@ from eagle3.draft.loss import Teacher, Text
 from eagle3.draft.model import Batch, DraftModel
 from eagle3.target import TargetHead
 from eagle3.terminal import UserError
-from eagle3.training import guard, packing
+from eagle3.training import best, guard, packing
 from eagle3.training.metrics import Acceptance, measure
 from eagle3.training.record import Record
 from eagle3.training.supervision import empty_batch, load_sample, make_batch
@@ -220,6 +220,8 @@ class Trainer:
         self.epoch = 0
         self.step_in_epoch = 0
         self.last_report: dict[str, Any] | None = None
+        self.best_file = output / "checkpoints" / "best.safetensors"
+        self.best: dict[str, Any] | None = None  # epoch, step and report of the evaluation with the highest tau
         self.normalisers: list[torch.Tensor] | None = None  # of this rank's held-out packs
         self.checkpoint: str | None = None  # name of the latest
         self.good_checkpoint: str | None = None  # of the latest after which a step was good
@@ -356,6 +358,7 @@ class Trainer:
                         self._save()
                         return stop.signal or signal.SIGTERM
                     self.last_report = report
+                    self._keep_best(report)
                     if record:
                         record.add("held_out", self.step, {"epoch": self.epoch + 1} | report)
                 self.epoch, self.step_in_epoch = self.epoch + 1, 0
@@ -431,6 +434,14 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------- checkpoints
 
+    def _keep_best(self, report: dict[str, Any]) -> None:
+        """Keep the weights just evaluated if no earlier ones had a higher tau; of equal ones the later are kept."""
+        sound = all(map(math.isfinite, report["loss_by_step"]))
+        if sound and (self.best is None or report["tau"] >= self.best["report"]["tau"]):
+            self.best = {"epoch": self.epoch + 1, "step": self.step, "report": report}
+            if self.rank == 0:
+                best.write(self.best_file, self.model, self.best)
+
     def _save(self) -> None:
         """Write a checkpoint; `latest` points to it only once it is whole and on disk. The one before it stays too."""
         folder = self.output / "checkpoints"
@@ -475,6 +486,7 @@ class Trainer:
         self.step, self.epoch, self.step_in_epoch = state["step"], state["epoch"], state["step_in_epoch"]
         self.last_report, self.checkpoint = state["last_report"], tag
         self.guard.restore(state["guard"])
+        self.best = best.read(self.best_file)
         if self.rank == 0 and state["total_steps"] != self.total_steps:
             terminal.warn(
                 f"the run had {state['total_steps']} steps, now it has {self.total_steps}: "
