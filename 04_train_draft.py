@@ -23,6 +23,7 @@ from pathlib import Path
 
 from eagle3 import terminal
 from eagle3.terminal import UserError
+from eagle3.training.schedule import SCHEDULES
 
 
 def parse() -> argparse.Namespace:
@@ -33,6 +34,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=10, help="passes over the training samples (default %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="peak, AdamW (default %(default)s)")
+    parser.add_argument(
+        "--schedule",
+        choices=SCHEDULES,
+        default="cosine",
+        help="learning rate after warm-up: cosine to a tenth, linear to zero, or constant and then linear to zero over "
+        "the last fifth of the steps (default %(default)s)",
+    )
     parser.add_argument("--warmup-ratio", type=float, default=0.03, help="share of steps (default %(default)s)")
     parser.add_argument("--weight-decay", type=float, default=0.0, help="(default %(default)s)")
     parser.add_argument("--clip", type=float, default=0.5, help="largest gradient norm (default %(default)s)")
@@ -160,6 +168,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     options = loop.TrainOptions(
         epochs=arguments.epochs,
         learning_rate=arguments.learning_rate,
+        schedule=arguments.schedule,
         warmup_ratio=arguments.warmup_ratio,
         weight_decay=arguments.weight_decay,
         clip=arguments.clip,

@@ -38,6 +38,7 @@ def trainer(model: Path, states: Path, dtype: str, zero: str) -> loop.Trainer:
         | {"epochs": 3, "learning_rate": 1e-2, "warmup_ratio": 0.0, "weight_decay": 0.1, "clip": 0.5, "max_tokens": 60}
         | {"max_rows": 60, "accumulation": ACCUMULATION, "ttt_steps": 2, "step_decay": 1.0, "loss": "kl", "seed": 0}
         | {"loss_norm": "per-step", "supervision": "served", "train_lm_head": True, "dtype": dtype}
+        | {"schedule": "cosine"}
     )
     places = target_to_draft(opened.d2t, target.vocab_size)
     arguments = ZERO[zero], opened.directory, Path("unused"), opened.records, [], places, 100

@@ -23,7 +23,7 @@ from eagle3.draft.loss import Teacher, Text
 from eagle3.draft.model import Batch, DraftModel
 from eagle3.target import TargetHead
 from eagle3.terminal import UserError
-from eagle3.training import best, guard, packing
+from eagle3.training import best, guard, packing, schedule
 from eagle3.training.metrics import Acceptance, measure
 from eagle3.training.record import Record
 from eagle3.training.supervision import empty_batch, load_sample, make_batch
@@ -37,6 +37,7 @@ class TrainOptions:
 
     epochs: int
     learning_rate: float
+    schedule: str  # cosine | linear | wsd
     warmup_ratio: float
     weight_decay: float
     clip: float
@@ -200,11 +201,11 @@ class Trainer:
         optimizer = torch.optim.AdamW(
             trainable, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=options.weight_decay
         )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._learning_rate_factor)
+        learning_rates = torch.optim.lr_scheduler.LambdaLR(optimizer, self._learning_rate_factor)
         self.engine, _, _, self.schedule = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            lr_scheduler=schedule,
+            lr_scheduler=learning_rates,
             config=deepspeed_config
             | {
                 "train_micro_batch_size_per_gpu": 1,
@@ -215,7 +216,7 @@ class Trainer:
             },
         )
         self.model: DraftModel = self.engine.module
-        self.guard = guard.StepGuard(self.engine, optimizer, schedule)
+        self.guard = guard.StepGuard(self.engine, optimizer, learning_rates)
         self.step = 0  # optimizer steps done
         self.epoch = 0
         self.step_in_epoch = 0
@@ -231,12 +232,8 @@ class Trainer:
         return packing.epoch_packs(self.train_records, *budgets, self.options.seed, epoch)
 
     def _learning_rate_factor(self, step: int) -> float:
-        """Linear warm-up, then cosine to a tenth."""
         warmup = max(1, math.ceil(self.options.warmup_ratio * self.total_steps))
-        if step < warmup:
-            return (step + 1) / warmup
-        share = (step - warmup) / max(1, self.total_steps - warmup)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, share)))
+        return schedule.factor(self.options.schedule, step, warmup, self.total_steps)
 
     # ------------------------------------------------------------------------------------------- batches
 
