@@ -299,6 +299,15 @@ def test_cross_entropy_is_torchs(monkeypatch):
     assert torch.equal(best, logits.argmax(-1)) and torch.allclose(replaced, logits.grad, atol=1e-6)
 
 
+def test_a_frozen_lm_head_gets_no_gradient_at_any_step():
+    """What is handed on to the next step is frozen too: else that one computes a [D, H] gradient for nothing."""
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(16, 8)
+    teacher, index, valid = Teacher(torch.randn(4, 16)), torch.arange(4), torch.ones(4, dtype=torch.bool)
+    for frozen in (True, False):
+        _, following, _, _ = loss.linear_loss(x, weight.requires_grad_(not frozen), teacher, index, valid)
+        assert following.requires_grad is not frozen
+
+
 def test_the_text_after_each_supervised_position():
     config = config_of()
     batch = random_batch(config, [turns(2, 3, 1, 2), turns(1, 4)], 2, "served", 1)

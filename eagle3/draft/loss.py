@@ -53,8 +53,11 @@ class _LinearLoss(torch.autograd.Function):
         logits = x @ weight.T  # [R, D]
         kl, best, overlap = compare(logits, teacher, index, valid)
         ctx.save_for_backward(x, weight, logits)  # by now the gradient
-        ctx.mark_non_differentiable(best, overlap)
-        return kl.sum(), weight.view_as(weight), best, overlap
+        following = weight.view_as(weight)
+        # else a frozen weight would look like a trained one to its next use, which would compute its gradient
+        frozen = () if ctx.needs_input_grad[1] else (following,)
+        ctx.mark_non_differentiable(best, overlap, *frozen)
+        return kl.sum(), following, best, overlap
 
     @staticmethod
     def backward(ctx: Any, loss_grad: torch.Tensor | None, later: torch.Tensor | None, *_: Any) -> tuple:
