@@ -102,6 +102,9 @@ def parse() -> argparse.Namespace:
         default="servers",
         help="servers: export/ for vLLM and SGLang; speculators: also export-speculators/ in that library's layout",
     )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what the run would take (memory, steps, hours), and end"
+    )
     parser.add_argument("--note", help="a line for the model card and the closing summary")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser.parse_args()
@@ -160,6 +163,11 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     stated = read_draft_config(arguments.draft_config) if arguments.draft_config else None
     deepspeed_config = training_inputs.read_deepspeed_config(arguments.deepspeed_config)
     train, held_out = packing.hold_out(inputs.records, arguments.val_fraction, arguments.seed)
+    if arguments.dry_run:
+        from eagle3.training.estimate import show_dry_run
+
+        show_dry_run(arguments, target, inputs, stated, deepspeed_config, train)
+        return 0
 
     # ---------------------------------------------------------------------------------------------- the draft
     rank, world = stack.enter_context(loop.distributed())

@@ -41,6 +41,7 @@ from eagle3 import artifacts  # noqa: E402
 from eagle3.draft.config import DraftConfig  # noqa: E402
 from eagle3.draft.loss import Teacher  # noqa: E402
 from eagle3.draft.model import Batch, DraftModel  # noqa: E402
+from eagle3.training.estimate import Work, matmul_rate, operations  # noqa: E402
 from eagle3.training.packing import pack  # noqa: E402
 from eagle3.training.supervision import make_batch  # noqa: E402
 
@@ -119,13 +120,6 @@ def timed(run: Callable[[], Any], repeats: int = 5, warm: int = 3) -> tuple[floa
     return statistics.median(times), torch.cuda.max_memory_allocated() / 2**30
 
 
-def matmul_rate() -> float:
-    """Floating-point operations a second of an 8192 x 8192 x 8192 product, random bfloat16."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    ms, _ = timed(lambda: a @ b, repeats=10)
-    return 2 * 8192**3 / ms * 1e3
-
-
 # --------------------------------------------------------------------------------------------------- ours
 
 
@@ -158,22 +152,6 @@ def our_batches(case: Case) -> list[Batch]:
     return batches
 
 
-def operations(batch: Batch, trained: bool) -> float:
-    """Floating-point operations of our forward and backward pass."""
-    size, inner, draft = SHAPE.hidden_size, SHAPE.intermediate_size, SHAPE.draft_vocab_size
-    query = SHAPE.num_attention_heads * SHAPE.head_dim
-    key = SHAPE.num_key_value_heads * SHAPE.head_dim
-    tokens, rows, steps = len(batch.input_ids), batch.rows.numel(), len(batch.valid)
-    # forward 2, gradients of input and weight 2 each; the aux states need none
-    shared = 4 * 3 * size * size * tokens + 6 * size * (4 * key * tokens + query * len(batch.embedded))
-    step = 6 * size * (2 * query + 3 * inner) * rows  # q, o and the MLP
-    own = 6 * size * 2 * key * rows * (steps - 1)
-    head = (6 if trained else 4) * size * draft * rows * steps + 2 * size * draft * len(batch.final_hidden)
-    seen = int((batch.rows - batch.shared.first + 1).sum())  # keys of all rows
-    attention = (4 + 10) * query * seen * steps  # backward recomputes the scores
-    return shared + step * steps + own + head + attention
-
-
 def our_step(case: Case) -> tuple[Callable[[], None], float]:
     model, batches = random_draft(case.trained), our_batches(case)
     head = torch.randn(SHAPE.draft_vocab_size, SHAPE.hidden_size, device="cuda", dtype=torch.bfloat16) * 0.02
@@ -186,7 +164,7 @@ def our_step(case: Case) -> tuple[Callable[[], None], float]:
             output = model(batch, teacher)
             (output.loss / batch.valid.sum(1)).sum().backward()
 
-    return run, sum(operations(batch, case.trained) for batch in batches)
+    return run, sum(operations(SHAPE, Work.of(batch), case.trained) for batch in batches)
 
 
 # -------------------------------------------------------------------------------------------------- peers
@@ -312,7 +290,7 @@ def measure(name: str, step: str) -> dict[str, Any]:
     torch.manual_seed(0)
     made = {"ours": our_step, "speculators": speculators_step, "specforge": specforge_step}[step](case)
     run, flops = made if isinstance(made, tuple) else (made, None)
-    rate = matmul_rate()
+    rate = matmul_rate(torch.bfloat16)
     ms, memory = timed(run)
     tokens = sum(length for length, _ in case.documents)
     result = {"ms": ms, "tokens_per_second": tokens / ms * 1e3, "peak_gib": memory, "matmul_tflops": rate / 1e12}

@@ -1,0 +1,298 @@
+"""What a training run takes: floating-point operations, bytes kept for backward, memory of a rank, steps and hours.
+
+Counts come from the loss masks of real packs, whose states are not read. Everything is derived from what
+draft/model.py computes; tests/test_dry_run.py holds the bytes against autograd's own.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3 import artifacts, terminal
+from eagle3.draft.config import NORM_KEYS, DraftConfig, derive
+from eagle3.draft.model import Batch, DraftModel
+from eagle3.export import config_json
+from eagle3.target import Target
+from eagle3.training import packing
+from eagle3.training.inputs import Inputs
+from eagle3.training.supervision import make_batch
+
+PACKS_READ = 32  # of the first epoch: their mean stands for all
+SHARE_OF_MATMUL_RATE = 0.5  # that a whole training step is taken to reach
+FLOAT32 = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the cost of one micro-batch follows."""
+
+    tokens: int  # T
+    supervised: int  # S, final states
+    rows: int  # R, draft starts
+    embedded: int  # U, tokens whose query half is taken
+    steps: int  # K
+    seen: int  # step-0 keys, summed over the rows that see them
+    scores: int  # rows x keys up to the last row, summed over documents: what plain attention makes of them
+
+    @classmethod
+    def of(cls, batch: Batch) -> "Work":
+        first, last = batch.shared.first.cpu(), batch.shared.last.cpu()  # [R]
+        starts, counts = first.unique_consecutive(return_counts=True)  # [documents with rows]
+        ends = last[counts.cumsum(0) - 1] + 1 if counts.numel() else last
+        return cls(
+            tokens=len(batch.input_ids),
+            supervised=len(batch.final_hidden),
+            rows=batch.rows.numel(),
+            embedded=batch.embedded.numel(),
+            steps=len(batch.valid),
+            seen=int((last - first + 1).sum()),
+            scores=int((counts * (ends - starts)).sum()),
+        )
+
+
+def work_of(directory: Path, records: list[dict[str, Any]], steps: int, supervision: str) -> Work:
+    """The work of one pack of stage 02's samples in `directory`, from their ids and masks alone."""
+    samples = []
+    for record in records:
+        sample = artifacts.load_fields(artifacts.sample_path(directory, record["index"]), artifacts.PREPARED, "02")
+        ids, mask = sample["input_ids"], sample["loss_mask"]
+        nothing = {"aux_hidden": torch.empty(len(ids), 0), "final_hidden": torch.empty(int(mask.sum()), 0)}
+        samples.append({"input_ids": ids, "loss_mask": mask} | nothing)
+    return Work.of(make_batch(samples, steps, supervision))
+
+
+# ------------------------------------------------------------------------------------------------ formulas
+
+
+def operations(config: DraftConfig, work: Work, train_lm_head: bool) -> int:
+    """Floating-point operations of forward and backward of one micro-batch."""
+    size, inner, draft = config.hidden_size, config.intermediate_size, config.draft_vocab_size
+    query = config.num_attention_heads * config.head_dim
+    key = config.num_key_value_heads * config.head_dim
+    tokens, rows, steps = work.tokens, work.rows, work.steps
+    # forward 2, gradients of input and weight 2 each; the aux states need none, their norms do
+    fc = (6 if config.fc_norm else 4) * len(config.aux_layers) * size * size * tokens
+    shared = fc + 6 * size * (4 * key * tokens + query * work.embedded)
+    step = 6 * size * (2 * query + 3 * inner) * rows  # q, o and the MLP
+    own = 6 * size * 2 * key * rows * (steps - 1)
+    head = (6 if train_lm_head else 4) * size * draft * rows * steps + 2 * size * draft * work.supervised
+    attention = (4 + 10) * query * work.seen * steps  # backward recomputes the scores
+    return shared + step * steps + own + head + attention
+
+
+def saved_bytes(config: DraftConfig, work: Work, itemsize: int, *, kernels: bool, recompute: bool = False) -> int:
+    """Bytes of activations that one micro-batch keeps for backward: weights, states and indexes are not among them.
+
+    itemsize: bytes of a number of the weights' dtype. kernels: with the GPU's fused kernels, which keep their inputs;
+    plain torch also keeps the scores of attention and what norms and activations made on the way. recompute:
+    activation checkpointing, at the moment when the last step has been computed again.
+    """
+    size, inner = config.hidden_size, config.intermediate_size
+    heads, width = config.num_attention_heads, config.head_dim
+    query, key = heads * width, config.num_key_value_heads * width
+    tokens, rows = work.tokens, work.rows
+    copies = not kernels and itemsize != FLOAT32  # plain torch keeps float32 copies of narrower numbers
+    grouped = heads != config.num_key_value_heads
+
+    def norm(count: int) -> int:
+        """An RMSNorm over [count, H] without its output: its input, and in plain torch the product with the root."""
+        return count * (FLOAT32 + size * (itemsize if kernels else 2 * FLOAT32))
+
+    def norm_of_constant(count: int) -> int:
+        """The same where the input takes no gradient."""
+        return norm(count) if kernels else count * size * FLOAT32
+
+    # both norms of step 0 with their outputs, the embedding's again at U tokens; cos and sin; keys and values
+    shared = itemsize * size * (2 * tokens + work.embedded) + norm(tokens) + norm_of_constant(tokens)
+    shared += itemsize * tokens * 2 * width
+    if kernels or not grouped:
+        shared += itemsize * tokens * 2 * key
+    if config.fc_norm:
+        shared += len(config.aux_layers) * (norm_of_constant(tokens) + itemsize * tokens * size)
+    total, last = shared, 0
+    for step in range(work.steps):
+        # outputs of the three norms; the norms after attention and after the MLP. The third one, from step 1 on, takes
+        # what the last one of the step before took, unless that is norm_output's
+        kept = itemsize * rows * size * 3 + 2 * norm(rows)
+        if step:
+            known = rows * size * (itemsize if kernels else FLOAT32)
+            kept += norm(rows) - (0 if config.norm_output and copies else known)
+        kept += itemsize * rows * (inner * (3 if kernels else 4) + config.draft_vocab_size + 2 * width + query)
+        if kernels:
+            kept += rows * (itemsize * query + 4 * heads)  # query, log-sum-exp
+        else:
+            probabilities = heads * work.scores * (2 * FLOAT32 + itemsize * copies) + work.scores
+            repeated = 2 * itemsize * tokens * query if grouped else 0  # keys and values, a copy a query head
+            kept += probabilities + repeated + rows * (itemsize * query + 4 * heads)
+        if step and kernels:
+            kept += itemsize * rows * (2 * key + query)  # own keys and values; what attention gave before the merge
+        elif step:
+            own = FLOAT32 * step if copies else itemsize  # a copy of all steps' until now, or this step's themselves
+            kept += rows * (2 * key * own + FLOAT32 * (2 * query + heads * (2 * step + 4)))
+        total += kept
+        last = kept
+    if recompute:
+        total = shared + itemsize * rows * (size + 2 * key) * work.steps + last
+    return total
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of parameters."""
+
+    trained: int
+    frozen: int  # embedding, and lm_head unless it is trained
+    teacher: int  # rows of the target's lm_head
+
+    @classmethod
+    def of(cls, config: DraftConfig, train_lm_head: bool) -> "Weights":
+        with torch.device("meta"):
+            model = DraftModel(config)
+        every = sum(parameter.numel() for parameter in model.parameters())
+        head = model.lm_head.weight.numel()
+        frozen = model.embed_tokens.numel() + (0 if train_lm_head else head)
+        return cls(every if train_lm_head else every - head, frozen, head)
+
+
+def state_bytes(weights: Weights, itemsize: int, deepspeed: dict[str, Any], world: int) -> dict[str, int]:
+    """Bytes of a rank for weights, gradients and optimizer, by name; what DeepSpeed keeps in host memory is named so.
+
+    ZeRO stage 1 divides the optimizer's over the ranks, 2 also the gradients, 3 also the weights. Without ZeRO float32
+    weights are their own master copy.
+    """
+    zero = deepspeed.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    master = 0 if stage == 0 and itemsize == FLOAT32 else FLOAT32
+    optimizer = "master weights and AdamW's moments, float32" + (", in host memory" if offloaded else "")
+    return {
+        "weights, frozen ones too": itemsize * (weights.trained // (world if stage >= 3 else 1) + weights.frozen),
+        "target's lm_head for the draft ids": itemsize * weights.teacher,
+        "gradients": itemsize * weights.trained // (world if stage >= 2 else 1),
+        optimizer: (master + 2 * FLOAT32) * weights.trained // (world if stage >= 1 else 1),
+    }
+
+
+def input_bytes(config: DraftConfig, work: Work, itemsize: int) -> int:
+    """Bytes of a micro-batch's states on the device, and of the teacher's logits."""
+    aux = len(config.aux_layers) * config.hidden_size * work.tokens
+    return itemsize * (aux + (config.hidden_size + config.draft_vocab_size) * work.supervised)
+
+
+def matmul_rate(dtype: torch.dtype) -> float:
+    """Floating-point operations a second that this GPU reaches in an 8192 x 8192 x 8192 product of random numbers."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(13):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        a @ b
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return 2 * 8192**3 / statistics.median(seconds[3:])
+
+
+# ------------------------------------------------------------------------------------------------ dry run
+
+
+def show_dry_run(
+    flags: argparse.Namespace,
+    target: Target,
+    inputs: Inputs,
+    stated: dict[str, Any] | None,
+    deepspeed: dict[str, Any],
+    train: list[dict[str, Any]],
+) -> None:
+    """Print what stage 04 would take with its `flags`, once for all ranks of a launcher. Nothing is made or locked.
+
+    stated: the draft config file; train: records of the samples that are trained on. Raises UserError for what the run
+    itself would refuse: a shape that no server takes, a sample that fits no micro-batch.
+    """
+    started = time.monotonic()
+    norms = [key for key in NORM_KEYS if getattr(flags, key)]
+    config = derive(target, len(inputs.d2t), inputs.aux_layers, stated, norms)
+    config_json(config, target)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    rows = dry_run(config, flags, deepspeed, inputs.directory, train, int(os.environ.get("WORLD_SIZE", "1")))
+    terminal.summary("stage 04, dry run: nothing was made", rows, started)
+
+
+def dry_run(
+    config: DraftConfig,
+    flags: argparse.Namespace,
+    deepspeed: dict[str, Any],
+    directory: Path,
+    train: list[dict[str, Any]],
+    world: int,
+) -> dict[str, str]:
+    """The rows that `show_dry_run` prints, for `world` ranks; `directory` holds stage 02's samples."""
+    gpu, trained = torch.cuda.is_available(), flags.lm_head == "trained"
+    name = flags.dtype if flags.dtype != "auto" else "bfloat16" if gpu else "float32"
+    dtype = getattr(torch, name)
+    itemsize = dtype.itemsize
+    budgets = flags.max_tokens, flags.max_rows or flags.max_tokens
+    epochs = [packing.epoch_packs(train, *budgets, flags.seed, epoch) for epoch in range(flags.epochs)]
+    micro = world * flags.accumulation
+    steps = sum(packing.steps_per_epoch(len(packs), world, flags.accumulation) for packs in epochs)
+
+    def work(records: list[dict[str, Any]]) -> Work:
+        found = work_of(directory, records, flags.ttt_steps, flags.supervision)
+        return found if flags.loss == "kl" else replace(found, supervised=0)  # the text needs no teacher's logits
+
+    packs = epochs[0]
+    read = [work(pack) for pack in packs[:: -(-len(packs) // PACKS_READ)]]
+    fullest = work(max(packs, key=lambda pack: (sum(r["supervised"] for r in pack), sum(r["tokens"] for r in pack))))
+    tokens = sum(one.tokens for one in read)
+    a_token = sum(operations(config, one, trained) for one in read) / tokens
+    all_tokens = sum(record["tokens"] for record in train)
+    mean_tokens = all_tokens * flags.epochs / steps  # of a step, all ranks
+    mean_bytes = sum(record["bytes"] for record in train) * flags.epochs / steps
+
+    weights = Weights.of(config, trained)
+    memory = state_bytes(weights, itemsize, deepspeed, world)
+    recompute = flags.activation_checkpointing
+    saved = saved_bytes(config, fullest, itemsize, kernels=gpu, recompute=recompute)
+    memory["activations" + (", checkpointed" if recompute else "")] = saved
+    memory["states and teacher logits"] = input_bytes(config, fullest, itemsize)
+    on_device = sum(size for part, size in memory.items() if "host memory" not in part)
+
+    rows = {
+        "weights": f"{weights.trained:,} trained, {weights.frozen:,} frozen",
+        "optimizer steps": f"{steps:,}: {flags.epochs} epochs of {len(train):,} samples, {all_tokens:,} tokens, "
+        f"{micro} micro-batch{'es' if micro > 1 else ''} a step",
+        "FLOPs a token": f"{a_token:.3g}, forward and backward (mean of {len(read)} of {len(packs)} packs)",
+        "FLOPs a step": f"{a_token * mean_tokens:.3g} for {mean_tokens:,.0f} tokens on {_ranks(world)}",
+        "states read a step": f"{_size(mean_bytes)} by all ranks",
+        "memory a rank": f"{_size(on_device)} for {name} on {_ranks(world)}, ZeRO stage "
+        f"{deepspeed.get('zero_optimization', {}).get('stage', 0)}, without workspace and communication buckets",
+    }
+    rows |= {f"  {part}": _size(size) for part, size in memory.items()}
+    rows["  of a micro-batch of"] = (
+        f"{fullest.tokens:,} tokens, {fullest.rows:,} draft starts: the one with most supervised tokens"
+    )
+    if gpu:
+        rate = matmul_rate(dtype)
+        hours = a_token * all_tokens * flags.epochs / (SHARE_OF_MATMUL_RATE * rate * world) / 3600
+        rows["hours"] = (
+            f"{hours:.2f} on {_ranks(world)}, if a step reaches {SHARE_OF_MATMUL_RATE:.0%} of the {rate / 1e12:.0f} "
+            f"TFLOP/s that a matrix product reached here now ({torch.cuda.get_device_name()}); evaluation and "
+            "checkpoints come on top"
+        )
+    else:
+        rows["hours"] = "no GPU: not estimated"
+    return rows
+
+
+def _ranks(world: int) -> str:
+    return f"{world} rank{'s' if world > 1 else ''}"
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"
