@@ -167,7 +167,7 @@ def test_every_section_tells_the_run_s_figures(page: Page, whole: Path) -> None:
     assert page.absent == [f"{whole}/draft/metrics.jsonl: 1 damaged line left out"]
     expected = {
         "Data": ["12 from 12 rows", "<s>chats.jsonl", "2 rows were skipped", "duplicate of an earlier row"],
-        "Capture": ["vllm 0.32.0", "9 of 12", "216.6", "438 positions", "2.13%", "KL 3.0e-04 nats", "9.5"],
+        "Capture": ["vllm 0.32.0", "9 of 12", "216.6", "0.15 MB", "438 positions", "2.13%", "KL 3.0e-04 nats", "9.5"],
         "Vocabulary coverage": ["8,000 ids", "4,096 ids", "100.00%"],
         "Training": ["500", "median 0.25", "Training loss", "Learning rate", "Tokens/s", "TTT step 2"],
         "Held out": ["1.640", "exported", "68.0%", "tau by epoch", "tau by number of drafts", "3.0%"],

@@ -9,6 +9,7 @@ from typing import Any
 
 from eagle3 import artifacts
 from eagle3.capture import canary
+from eagle3.capture.run import readable
 from eagle3.report import draw
 from eagle3.report.markup import Markup, facts, join, table, tag
 from eagle3.report.read import FOLDERS, Part, Run
@@ -218,7 +219,7 @@ def _capture(run: Run) -> list[Markup]:
         if "store_final_dtype" in made
         else None,
         "bytes a token": f"{states['bytes_per_token']:,}" if states.get("bytes_per_token") else None,
-        "on disk": f"{states['bytes'] / 1e9:,.3f} GB" if "bytes" in states else None,
+        "on disk": readable(states["bytes"]) if "bytes" in states else None,
         "consumed by training": f"{states['consumed']:,} samples" if states.get("consumed") else None,
     }
     parts = [facts(rows)]
@@ -299,7 +300,7 @@ def _training(run: Run) -> list[Markup]:
     figures = [draw.lines(losses, "Training loss", "optimizer step", named)]
     for key, points in others.items():
         name = UNITS.get(key, key.replace("_", " "))
-        figures.append(draw.lines({name: points}, name[:1].upper() + name[1:], "optimizer step", name))
+        figures.append(draw.lines({name: points}, name[:1].upper() + name[1:], "optimizer step", ""))  # caption says it
     last = records[-1]
     rows = {
         "optimizer steps": f"{last['step']:,}",
