@@ -80,6 +80,16 @@ def tiny_kimi_int4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
 
 
 @pytest.fixture(scope="module")
+def states(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with hidden_states/ and vocab_map/ of random states, as stage 04 takes them."""
+    from states_for_tests import write_states
+
+    directory = tmp_path_factory.mktemp("states")
+    write_states(directory, tiny_target)
+    return directory
+
+
+@pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Tiny matrices gain nothing from threads, and on a busy machine the threads wait for each other."""
     import torch

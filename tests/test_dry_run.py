@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from states_for_tests import write_states
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -143,13 +142,6 @@ def test_zero_divides_by_its_stage() -> None:
     assert list(state_bytes(weights, 4, {}, 4).values()) == [6000, 200, 4000, 8000]
     config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     assert list(state_bytes(weights, 2, config, 4))[3].endswith("in host memory")
-
-
-@pytest.fixture(scope="module")
-def states(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("states")
-    write_states(directory, tiny_target)
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -65,13 +65,6 @@ def metrics(output: Path, kind: str) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def states(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("states")
-    write_states(directory, tiny_target)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def straight(tiny_target: Path, states: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """An unbroken run of one rank, accumulating two micro-batches; its directory and output."""
     output = tmp_path_factory.mktemp("straight") / "draft"
