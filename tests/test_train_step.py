@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plain_draft_for_tests import plain_step
 
-from eagle3.draft import loss
+from eagle3.draft import attention, loss, ops
 from eagle3.draft.attention import BLOCK, SharedKeys, ttt_attention
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.loss import Teacher
@@ -331,6 +331,15 @@ def test_a_kernel_that_is_wrong_or_does_not_run_is_not_used(monkeypatch, capsys)
 
 
 # --------------------------------------------------------------------------------------------------- GPU
+
+
+@needs_gpu
+def test_the_compiled_parts_work_also_if_an_evaluation_comes_first():
+    attention.flex_fits.cache_clear()
+    ops.compiles.cache_clear()
+    with torch.no_grad():
+        assert ops.compiles() and attention.flex_fits(8, 128, 2, torch.bfloat16)
+    assert loss.kernel_works(torch.bfloat16, "cuda")
 
 
 @needs_gpu

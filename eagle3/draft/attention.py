@@ -8,7 +8,6 @@ comes with its log-sum-exp, by which the own keys are merged: no key tensor grow
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
@@ -111,7 +110,7 @@ def _flex(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shared: SharedKeys
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FlexAttention over the blocks of `shared`. Returns out [R, heads, d] and lse float [R, heads]."""
-    out, extra = _compiled_flex(
+    out, extra = _flex_kernel()(
         query.transpose(0, 1)[None],  # [1, heads, R, d]
         keys.transpose(0, 1)[None],
         values.transpose(0, 1)[None],
@@ -122,17 +121,13 @@ def _flex(
     return out[0].transpose(0, 1), extra.lse[0].transpose(0, 1)
 
 
-def _compiled_flex(*arguments: Any, **settings: Any) -> Any:
-    global _flex_kernel
-    if _flex_kernel is None:
-        _flex_kernel = torch.compile(flex_attention, dynamic=True)
-    return _flex_kernel(*arguments, **settings)
-
-
-_flex_kernel = None
+@cache
+def _flex_kernel() -> Callable:
+    return torch.compile(flex_attention, dynamic=True)
 
 
 @cache
+@torch.enable_grad()  # the first batch may be one of an evaluation
 def flex_fits(heads: int, width: int, kv_heads: int, dtype: torch.dtype) -> bool:
     """Whether FlexAttention gives the right numbers on this GPU for heads of this form; says so aloud where not.
 

@@ -74,8 +74,9 @@ def compiles() -> bool:
     try:
         # of one function, which has a form for each TTT step, with gradient and without
         torch._dynamo.config.recompile_limit = 64
-        x = torch.ones(8, 8, device="cuda", requires_grad=True)
-        torch.compile(lambda x: F.silu(x) * x)(x).sum().backward()
+        with torch.enable_grad():  # the first batch may be one of an evaluation
+            x = torch.ones(8, 8, device="cuda", requires_grad=True)
+            torch.compile(lambda x: F.silu(x) * x)(x).sum().backward()
         return True
     except Exception as error:  # of the compiler, its back end or the C compiler behind it
         terminal.warn(
