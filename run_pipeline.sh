@@ -166,6 +166,7 @@ for stage in "${stages[@]:$first:$((last - first + 1))}"; do
     sleep 0.2 # the last lines pass through tee
     why="failed"
     [ "$code" != 137 ] || why="was killed, perhaps by the kernel for want of memory (dmesg says so)"
+    [ "$stage$code" != 023 ] || why="reached --max-disk-gb; make room, then the same command continues"
     [ -z "$caught" ] || why="stopped by SIG$caught"
     printf '\nrun_pipeline.sh: stage %s %s, exit code %s; log %s\n' "$stage" "$why" "$code" "$log" >&2 || true
     case $caught in

@@ -125,6 +125,16 @@ def test_a_failing_stage_stops_the_run_and_is_named_with_its_log(smoke: tuple[Pa
     assert "=== 02 ===" not in result.stdout and "Traceback" not in result.stdout
 
 
+@pytest.mark.slow
+def test_a_disk_budget_that_is_reached_is_no_failure(tiny_target: Path, chats: Path, tmp_path: Path) -> None:
+    (tmp_path / "small.env").write_text("EXTRACT_ARGS=(--engine transformers --max-disk-gb 0.00006)\n")
+    settings = ["--config", tmp_path / "small.env", "--model-path", tiny_target, "--dataset", chats]
+    result = pipeline(*settings, "--output-dir", tmp_path / "out", "--to", "02")
+    assert result.returncode == 3, result.stdout + result.stderr
+    assert "stage 02 reached --max-disk-gb; make room, then the same command continues, exit code 3" in result.stderr
+    assert 0 < artifacts.read_manifest(tmp_path / "out" / "hidden_states", "02")["samples"] < 12
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

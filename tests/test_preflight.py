@@ -245,8 +245,8 @@ def test_a_taken_port_is_said(settings: EngineSettings, monkeypatch, capsys, tak
 
 
 def test_a_port_that_is_none(settings: EngineSettings, monkeypatch) -> None:
-    monkeypatch.setenv("VLLM_PORT", "tcp://10.0.0.1:8000")
-    assert refusal("vllm", settings).startswith("VLLM_PORT is tcp://10.0.0.1:8000, expected a port; unset it")
+    monkeypatch.setenv("VLLM_PORT", "tcp://vllm.default:8000")
+    assert refusal("vllm", settings).startswith("VLLM_PORT is tcp://vllm.default:8000, expected a port; unset it")
     preflight.check("transformers", settings)  # has no use for it
 
 

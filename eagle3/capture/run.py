@@ -179,8 +179,8 @@ class Run:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in self._failed.most_common())
         raise UserError(
             f"{sum(self._failed.values())} of {self.settled} samples failed ({reasons}), more than "
-            f"{self._limits.max_failed:.0%}; see {self._settings.log} and index.jsonl; "
-            "the same command tries them again"
+            f"{self._limits.max_failed:.0%}; see {self._settings.log} and "
+            f"{self._settings.shard.named('index.jsonl')}; the same command tries them again"
         )
 
 
