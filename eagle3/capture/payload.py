@@ -20,7 +20,7 @@ class Payload:
     """
 
     def __init__(self, layout: Layout, input_ids: torch.Tensor, loss_mask: torch.Tensor, *, pinned: bool) -> None:
-        self._layout = layout
+        self._layout, self._pinned = layout, pinned
         self._input_ids, self._loss_mask = input_ids, loss_mask
         self._rows = loss_mask.nonzero()[:, 0]  # [S]
         tokens, supervised, aux, width = len(input_ids), len(self._rows), len(layout.layers) - 1, layout.hidden_size
@@ -54,18 +54,18 @@ class Payload:
     ) -> None:
         """Copy what is stored of the next n tokens: largest [n, L], aux [n, A, H], final [s, H], scales [n, A], [s].
 
-        Copies from a GPU are only queued, on the current stream.
+        Copies from a GPU into pinned memory are only queued, on the current stream; others are complete.
         """
         tokens = slice(self._filled, self._filled + len(aux))
         rows = slice(self._filled_rows, self._filled_rows + len(final))
         self._filled, self._filled_rows = tokens.stop, rows.stop
-        self._largest[tokens].copy_(largest, non_blocking=True)
-        self._aux[tokens].copy_(aux, non_blocking=True)
-        self._final[rows].copy_(final, non_blocking=True)
+        self._largest[tokens].copy_(largest, non_blocking=self._pinned)
+        self._aux[tokens].copy_(aux, non_blocking=self._pinned)
+        self._final[rows].copy_(final, non_blocking=self._pinned)
         if aux_scale is not None:
-            self._aux_scale[tokens].copy_(aux_scale, non_blocking=True)
+            self._aux_scale[tokens].copy_(aux_scale, non_blocking=self._pinned)
         if final_scale is not None:
-            self._final_scale[rows].copy_(final_scale, non_blocking=True)
+            self._final_scale[rows].copy_(final_scale, non_blocking=self._pinned)
 
     def fault(self) -> Fault | None:
         """What is wrong with the states; to be asked when the copies are complete."""
