@@ -44,7 +44,7 @@ def plain_step(
         after = (place + 1 + step).clamp(max=tokens - 1)
         embedded = norm(model.embed_tokens[ids[after]], layer.input_layernorm.weight, eps)
         x = torch.cat([embedded, norm(hidden, layer.hidden_norm.weight, eps)], -1)  # [T, 2H]
-        cos, sin = model.rotary(positions + step, x.dtype)
+        cos, sin = (part.to(x.dtype) for part in model.rotary(positions + step))
         query = rotate(attention.heads(attention.q_proj(x)), cos, sin)  # [T, heads, d]
         keys.append(rotate(attention.heads(attention.k_proj(x)), cos, sin).repeat_interleave(group, 1))
         values.append(attention.heads(attention.v_proj(x)).repeat_interleave(group, 1))

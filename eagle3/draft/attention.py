@@ -1,21 +1,18 @@
 """Attention of the draft at one TTT step: over the shared step-0 keys, and each row's own keys of later steps.
 
 At step k a row t attends to the step-0 keys of its own document up to t, and to its own keys of steps 1..k: accepted
-tokens' draft keys are recomputed from true target states, so nothing else is ever in a server's cache. The shared part
-comes with its log-sum-exp, by which the own keys are merged: no key tensor grows from step to step.
+tokens' draft keys are recomputed from true target states, so nothing else is ever in a server's cache. One softmax is
+over both; no key tensor grows from step to step.
+
+In plain torch; attention_kernel.py has the same functions as Triton kernels, backend.py chooses.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from eagle3 import terminal
-from eagle3.draft.ops import compiles, fused
-
-BLOCK = 128  # rows and keys of a FlexAttention block
+KEY_BLOCK = 128  # keys of a program of attention_kernel's gradient
 
 
 @dataclass(frozen=True)
@@ -24,166 +21,95 @@ class SharedKeys:
 
     first: torch.Tensor  # int64 [R], first position of the row's document
     last: torch.Tensor  # int64 [R], the row's own position, ascending
-    mask: BlockMask | None = None  # on a GPU
+    # int64 [key blocks, 4], rows of each block of KEY_BLOCK keys: from column 0 up to column 3 rows see some of the
+    # keys; of these, from column 1 up to column 2 they see all
+    seen_by: torch.Tensor
 
     @classmethod
     def of(cls, rows: torch.Tensor, documents: torch.Tensor, device: torch.device | str) -> "SharedKeys":
         """Of rows int64 [R] among ascending document numbers int64 [T], both on the CPU."""
         first = torch.searchsorted(documents, documents[rows])  # [R]
-        on_device = first.to(device), rows.to(device)
-        if torch.device(device).type == "cpu" or not compiles():
-            return cls(*on_device)
-        return cls(*on_device, _block_mask(first, rows, len(documents), on_device))
+        low = torch.arange(0, len(documents), KEY_BLOCK)  # first key of each block
+        high = (low + KEY_BLOCK - 1).clamp(max=len(documents) - 1)
+        seen_by = [torch.searchsorted(rows, low), torch.searchsorted(rows, high)]
+        seen_by += [torch.searchsorted(first, low, right=True), torch.searchsorted(first, high, right=True)]
+        return cls(first.to(device), rows.to(device), torch.stack(seen_by, 1).to(device))
 
 
-def _block_mask(
-    first: torch.Tensor, last: torch.Tensor, tokens: int, on_device: tuple[torch.Tensor, torch.Tensor]
-) -> BlockMask:
-    """The blocks of keys that blocks of rows see in part or in full; built from the ends of ranges, never [R, T]."""
-    tops = torch.arange(0, len(last), BLOCK)  # first row of each block
-    bottoms = (tops + BLOCK - 1).clamp(max=len(last) - 1)
-    keys = torch.arange(0, tokens, BLOCK)  # first key of each block
-    low, high = first[tops], last[bottoms]  # ranges ascend: the union of a block's is [low, high]
-    some = (keys[None] <= high[:, None]) & (keys[None] + BLOCK > low[:, None])  # [row blocks, key blocks]
-    # all rows see all keys: the last row's document has begun, and the first row is past them
-    full = some & (keys[None] >= first[bottoms][:, None]) & (keys[None] + BLOCK - 1 <= last[tops][:, None])
-    rows_first, rows_last = on_device
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values that the rows of a batch attend to; of gradients, the same shapes."""
 
-    def sees(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (rows_first[row] <= key) & (key <= rows_last[row])
-
-    parts = []
-    for blocks in (some & ~full, full):
-        order = blocks.int().argsort(dim=1, descending=True, stable=True)  # seen blocks first, ascending
-        parts += [blocks.sum(1).int()[None, None], order.int()[None, None]]
-    return BlockMask.from_kv_blocks(
-        *(part.to(rows_first.device) for part in parts),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=sees,
-        seq_lengths=(len(last), tokens),
-    )
+    keys: torch.Tensor  # [T, kv_heads, d], of step 0
+    values: torch.Tensor
+    own_keys: torch.Tensor  # [K - 1, R, kv_heads, d], of steps 1 to K - 1
+    own_values: torch.Tensor
 
 
-def ttt_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    shared: SharedKeys,
-    own: list[tuple[torch.Tensor, torch.Tensor]],
-) -> torch.Tensor:
-    """One softmax over the shared step-0 keys and each row's own later keys.
-
-    query [R, heads, d]; keys, values of step 0 [T, kv_heads, d]; own: keys and values [R, kv_heads, d] of each of steps
-    1..k. Returns [R, heads, d].
-    """
-    flexible = shared.mask is not None and flex_fits(*query.shape[1:], keys.shape[1], query.dtype)
-    over = _flex if flexible else _over_shared
-    out, lse = over(query, keys, values, shared)
-    return merge(out, lse, query, own) if own else out
-
-
-def _over_shared(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shared: SharedKeys
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each document by itself: on a CPU FlexAttention has no backward. Returns out [R, heads, d] and lse [R, heads]."""
+def attend(query: torch.Tensor, cache: Cache, shared: SharedKeys, step: int, out: torch.Tensor) -> torch.Tensor:
+    """Fills out for query, both [R, heads, d], at `step`. Returns the log-sum-exp of all scores, float [heads, R]."""
     rows, heads, width = query.shape
-    kv_heads = keys.shape[1]
-    outs, sums = [], []
-    starts, counts = shared.first.unique_consecutive(return_counts=True)
-    for start, part in zip(
-        starts.tolist(), torch.arange(rows, device=query.device).split(counts.tolist()), strict=True
-    ):
-        end = int(shared.last[part[-1]]) + 1
-        q = query[part].view(len(part), kv_heads, -1, width).permute(1, 2, 0, 3) * width**-0.5  # [kv, group, r, d]
-        k, v = keys[start:end].transpose(0, 1)[:, None], values[start:end].transpose(0, 1)[:, None]  # [kv, 1, t, d]
-        scores = (q @ k.transpose(-1, -2)).float()  # [kv, group, r, t]
-        unseen = torch.arange(start, end, device=query.device) > shared.last[part][:, None]  # [r, t]
-        scores = scores.masked_fill(unseen, float("-inf"))
-        lse = scores.logsumexp(-1)  # [kv, group, r]
-        out = (scores - lse[..., None]).exp().to(v.dtype) @ v  # [kv, group, r, d]
-        outs.append(out.permute(2, 0, 1, 3).reshape(len(part), heads, width))
-        sums.append(lse.permute(2, 0, 1).reshape(len(part), heads))
-    return torch.cat(outs), torch.cat(sums)
+    lse = torch.empty(heads, rows, dtype=torch.float32, device=query.device)
+    for part, q, k, v, unseen in _documents(query, cache, shared):
+        scores = (q @ k.transpose(-1, -2)).float().masked_fill(unseen, float("-inf"))  # [kv, group, r, t]
+        own = torch.einsum("kgrd,srkd->kgrs", q, cache.own_keys[:step, part]).float()  # [kv, group, r, step]
+        total = torch.cat([scores, own], -1).logsumexp(-1)  # [kv, group, r]
+        mixed = (scores - total[..., None]).exp().to(v.dtype) @ v  # [kv, group, r, d]
+        weights = (own - total[..., None]).exp().to(v.dtype)
+        mixed += torch.einsum("kgrs,srkd->kgrd", weights, cache.own_values[:step, part])
+        out[part] = mixed.permute(2, 0, 1, 3).reshape(-1, heads, width)
+        lse[:, part] = total.reshape(heads, -1).to(lse.dtype)
+    return lse
 
 
-def _flex(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shared: SharedKeys
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlexAttention over the blocks of `shared`. Returns out [R, heads, d] and lse float [R, heads]."""
-    out, extra = _flex_kernel()(
-        query.transpose(0, 1)[None],  # [1, heads, R, d]
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        block_mask=shared.mask,
-        enable_gqa=query.shape[1] != keys.shape[1],
-        return_aux=AuxRequest(lse=True),
-    )
-    return out[0].transpose(0, 1), extra.lse[0].transpose(0, 1)
-
-
-@cache
-def _flex_kernel() -> Callable:
-    return torch.compile(flex_attention, dynamic=True)
-
-
-@cache
-@torch.enable_grad()  # the first batch may be one of an evaluation
-def flex_fits(heads: int, width: int, kv_heads: int, dtype: torch.dtype) -> bool:
-    """Whether FlexAttention gives the right numbers on this GPU for heads of this form; says so aloud where not.
-
-    Tried once, forward and backward, on two small documents: its tiles do not fit the shared memory of every GPU.
-    """
-    generator = torch.Generator("cuda").manual_seed(0)
-    group = heads // kv_heads
-    documents = torch.tensor([0] * 200 + [1] * 190)
-    rows = torch.tensor([*range(90, 200), *range(260, 390)])
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device="cuda", generator=generator).to(dtype).requires_grad_()
-
-    query, keys, values = drawn(len(rows), 2 * group, width), drawn(390, 2, width), drawn(390, 2, width)
-    shared = SharedKeys.of(rows, documents, "cuda")
-
-    def results(over: Callable, dtype: torch.dtype) -> list[torch.Tensor]:
-        inputs = [one.detach().to(dtype).requires_grad_() for one in (query, keys, values)]
-        out, lse = over(*inputs, shared)
-        (out.float().square().sum() + lse.square().sum()).backward()
-        return [out.detach(), lse.detach(), *(one.grad for one in inputs)]
-
-    try:
-        pairs = zip(results(_flex, dtype), results(_over_shared, torch.float32), strict=True)
-        error = max(((got.float() - want).norm() / want.norm()).item() for got, want in pairs)
-        if error < 0.03:  # bfloat16 rounds by 0.004
-            return True
-        problem = f"its numbers are off by {error:.1%}"
-    except Exception as error:
-        problem = terminal.short(error)
-    terminal.warn(
-        f"FlexAttention does not work on this GPU for {heads} heads of {width} ({problem}): attention goes document by "
-        "document, slower"
-    )
-    return False
-
-
-@fused
-def merge(
+def attend_backward(
+    out_grad: torch.Tensor,
+    query: torch.Tensor,
+    cache: Cache,
+    shared: SharedKeys,
+    step: int,
     out: torch.Tensor,
     lse: torch.Tensor,
-    query: torch.Tensor,
-    own: list[tuple[torch.Tensor, torch.Tensor]],
-) -> torch.Tensor:
-    """Bring the row's own keys into a softmax that is complete over others.
+    query_grad: torch.Tensor,
+    grads: Cache,
+) -> None:
+    """The gradient of `attend` from that of its output: fills query_grad [R, heads, d] and adds to `grads`.
 
-    out [R, heads, d] with log-sum-exp lse float [R, heads]; own: k x (keys, values), [R, kv_heads, d] each.
+    query_grad may be the same memory as `out`.
     """
-    rows, heads, width = query.shape
-    kv_heads = own[0][0].shape[1]
-    q = query.view(rows, kv_heads, heads // kv_heads, width).float() * width**-0.5
-    scores = torch.stack([(q * key[:, :, None].float()).sum(-1) for key, _ in own], dim=-1)  # [R, kv, group, k]
-    lse = lse.view(rows, kv_heads, -1)
-    total = torch.logaddexp(lse, scores.logsumexp(-1))  # [R, kv, group]
-    merged = out.view(q.shape).float() * (lse - total).exp()[..., None]
-    weights = (scores - total[..., None]).exp()
-    for step, (_, value) in enumerate(own):
-        merged = merged + weights[..., step, None] * value[:, :, None].float()
-    return merged.to(out.dtype).view(rows, heads, width)
+    heads, width = query.shape[1:]
+    kv_heads = cache.keys.shape[1]
+    for part, q, k, v, unseen in _documents(query, cache, shared):
+        grad = out_grad[part].view(-1, kv_heads, heads // kv_heads, width).permute(1, 2, 0, 3)  # [kv, group, r, d]
+        mixed = out[part].view(-1, kv_heads, heads // kv_heads, width).permute(1, 2, 0, 3)
+        total = lse[:, part].view(kv_heads, heads // kv_heads, -1, 1)
+        delta = (grad.float() * mixed.float()).sum(-1, keepdim=True)  # [kv, group, r, 1]
+        scores = (q @ k.transpose(-1, -2)).float().masked_fill(unseen, float("-inf"))
+        weights = (scores - total).exp()  # [kv, group, r, t]
+        scores_grad = (weights * ((grad @ v.transpose(-1, -2)).float() - delta)).to(v.dtype)
+        keys, values = cache.own_keys[:step, part], cache.own_values[:step, part]  # [step, r, kv, d]
+        own = (torch.einsum("kgrd,srkd->kgrs", q, keys).float() - total).exp()  # [kv, group, r, step]
+        own_grad = (own * (torch.einsum("kgrd,srkd->kgrs", grad, values).float() - delta)).to(v.dtype)
+        q_grad = (scores_grad @ k + torch.einsum("kgrs,srkd->kgrd", own_grad, keys)) * width**-0.5
+        query_grad[part] = q_grad.permute(2, 0, 1, 3).reshape(-1, heads, width)
+        start, end = int(shared.first[part.start]), int(shared.last[part.stop - 1]) + 1
+        grads.keys[start:end] += (scores_grad.transpose(-1, -2) @ q).sum(1).transpose(0, 1)
+        grads.values[start:end] += (weights.to(v.dtype).transpose(-1, -2) @ grad).sum(1).transpose(0, 1)
+        grads.own_keys[:step, part] += torch.einsum("kgrs,kgrd->srkd", own_grad, q)
+        grads.own_values[:step, part] += torch.einsum("kgrs,kgrd->srkd", own.to(v.dtype), grad)
+
+
+def _documents(query: torch.Tensor, cache: Cache, shared: SharedKeys) -> Iterator[tuple]:
+    """Each document by itself, which has rows: their range, query times the scale [kv, group, r, d], keys and values
+    up to the last row [kv, 1, t, d], and which of these each row does not see, bool [r, t]."""
+    _, heads, width = query.shape
+    kv_heads = cache.keys.shape[1]
+    begin = 0
+    starts, counts = shared.first.unique_consecutive(return_counts=True)
+    for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
+        part = slice(begin, begin + count)
+        begin += count
+        end = int(shared.last[part.stop - 1]) + 1
+        q = query[part].view(count, kv_heads, heads // kv_heads, width).permute(1, 2, 0, 3) * width**-0.5
+        k, v = (one[start:end].transpose(0, 1)[:, None] for one in (cache.keys, cache.values))
+        yield part, q, k, v, torch.arange(start, end, device=query.device) > shared.last[part][:, None]

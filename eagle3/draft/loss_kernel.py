@@ -6,7 +6,8 @@ import triton.language as tl
 
 from eagle3.draft.loss import Teacher, Text
 
-WIDTH = 4096  # columns at a time
+WIDTH = 2048  # columns at a time
+LOWEST = -1e30  # in the place of minus infinity, which minus itself is no number
 
 
 @triton.jit
@@ -25,29 +26,32 @@ def _compare(
     HAS_INSIDE: tl.constexpr,
     HAS_LABELS: tl.constexpr,
     WIDTH: tl.constexpr,
+    LOWEST: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     own = logits + row * columns
     offsets = tl.arange(0, WIDTH)
 
-    highest = float("-inf")
-    total = 0.0
-    best = 0
+    # each lane by itself, and one reduction at the end
+    peak = tl.full([WIDTH], LOWEST, tl.float32)
+    total = tl.zeros([WIDTH], tl.float32)
+    place = tl.zeros([WIDTH], tl.int32)
     for start in range(0, columns, WIDTH):
         at = start + offsets
-        x = tl.load(own + at, mask=at < columns, other=float("-inf")).to(tl.float32)
-        peak, place = tl.max(x, axis=0, return_indices=True)
-        best = tl.where(peak > highest, start + place, best)
-        above = tl.maximum(peak, highest)
-        total = total * tl.exp(highest - above) + tl.sum(tl.exp(x - above), axis=0)
-        highest = above
-    lse = highest + tl.log(total)
+        x = tl.load(own + at, mask=at < columns, other=LOWEST).to(tl.float32)
+        place = tl.where(x > peak, at, place)
+        above = tl.maximum(peak, x)
+        total = total * tl.exp(peak - above) + tl.exp(x - above)
+        peak = above
+    highest = tl.max(peak, axis=0)
+    lse = highest + tl.log(tl.sum(total * tl.exp(peak - highest), axis=0))
+    best = tl.min(tl.where(peak == highest, place, columns), axis=0)  # the first of equal ones
     tl.store(best_out + row, best.to(tl.int64))
 
     counts = tl.load(valid + row) != 0
-    place = tl.load(index + row)
+    source = tl.load(index + row)
     if HAS_LABELS:
-        label = tl.load(labels + place)
+        label = tl.load(labels + source)
         counts = counts & (label >= 0)
         surprise = lse - tl.load(own + tl.maximum(label, 0)).to(tl.float32)
         tl.debug_barrier()  # the logit is read before another thread replaces it
@@ -59,23 +63,47 @@ def _compare(
         tl.store(kl_out + row, tl.where(counts, surprise, 0.0))
         tl.store(overlap_out + row, 0.0)
     else:
-        other = teacher + place * columns
-        other_lse = tl.load(teacher_lse + place)
-        share = tl.load(inside + place) if HAS_INSIDE else 1.0
-        kl = 0.0
-        overlap = 0.0
+        other = teacher + source * columns
+        other_lse = tl.load(teacher_lse + source)
+        share = tl.load(inside + source) if HAS_INSIDE else 1.0
+        kl = tl.zeros([WIDTH], tl.float32)
+        overlap = tl.zeros([WIDTH], tl.float32)
         for start in range(0, columns, WIDTH):
             at = start + offsets
             x = tl.load(own + at, mask=at < columns, other=float("-inf")).to(tl.float32)
             t = tl.load(other + at, mask=at < columns, other=float("-inf")).to(tl.float32)
             q = tl.exp(x - lse)
             p = tl.exp(t - other_lse)
-            kl += tl.sum(tl.where(at < columns, p * ((t - other_lse) - (x - lse)), 0.0), axis=0)
+            kl += tl.where(at < columns, p * ((t - other_lse) - (x - lse)), 0.0)
             if HAS_INSIDE:
-                overlap += tl.sum(tl.minimum(p * share, q), axis=0)
+                overlap += tl.minimum(p * share, q)
             tl.store(own + at, tl.where(counts, q - p, 0.0).to(logits.dtype.element_ty), mask=at < columns)
-        tl.store(kl_out + row, tl.where(counts, kl, 0.0))
-        tl.store(overlap_out + row, overlap)
+        tl.store(kl_out + row, tl.where(counts, tl.sum(kl, axis=0), 0.0))
+        tl.store(overlap_out + row, tl.sum(overlap, axis=0))
+
+
+@triton.jit
+def _log_sum_exp(logits, lse_out, columns, WIDTH: tl.constexpr, LOWEST: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, WIDTH)
+    peak = tl.full([WIDTH], LOWEST, tl.float32)
+    total = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, columns, WIDTH):
+        at = start + offsets
+        x = tl.load(logits + row * columns + at, mask=at < columns, other=LOWEST).to(tl.float32)
+        above = tl.maximum(peak, x)
+        total = total * tl.exp(peak - above) + tl.exp(x - above)
+        peak = above
+    highest = tl.max(peak, axis=0)
+    tl.store(lse_out + row, highest + tl.log(tl.sum(total * tl.exp(peak - highest), axis=0)))
+
+
+def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
+    """Of contiguous logits [S, D], float [S]."""
+    rows, columns = logits.shape
+    lse = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    _log_sum_exp[(rows,)](logits, lse, columns, WIDTH=WIDTH, LOWEST=LOWEST, num_warps=8)
+    return lse
 
 
 def compare_on_gpu(
@@ -102,6 +130,7 @@ def compare_on_gpu(
         HAS_INSIDE=teacher.inside is not None,
         HAS_LABELS=of_text,
         WIDTH=WIDTH,
+        LOWEST=LOWEST,
         num_warps=8,
     )
     return kl, best, overlap

@@ -1,4 +1,4 @@
-"""The Llama-type EAGLE-3 draft (Li et al. 2025, arXiv:2503.01840) and its training-time test.
+"""The Llama-type EAGLE-3 draft (Li et al. 2025, arXiv:2503.01840) and its training-time test (training_time_test.py).
 
 Alignment, positions t of one document; x are tokens, g the target's concatenated aux states, p_t the target's
 distribution at t (it predicts x[t+1]):
@@ -8,28 +8,19 @@ distribution at t (it predicts x[t+1]):
 
 The output handed on is the residual stream before the final norm (what comes out of that norm if the config has
 norm_output), not sent through fc again.
-
-The step computes what the loss needs and nothing twice, exactly:
-
-    rows        queries are those positions that start a supervised chain; a prompt token costs its step-0 key and value
-    embeddings  q, k and v are linear in [norm(embed), norm(hidden)]: the half of the embedding depends on the token
-                alone, is computed once, and is taken at t+1+k in step k
-    attention   over the shared step-0 keys, merged with the row's own keys by log-sum-exp
-    teacher     logits once, at supervised positions, for draft ids
-    gradients   of the weights that all steps share are summed inside the matmuls (ops.py)
 """
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eagle3.draft.attention import SharedKeys, ttt_attention
+from eagle3.draft import training_time_test
+from eagle3.draft.attention import SharedKeys
 from eagle3.draft.config import DraftConfig
-from eagle3.draft.loss import Teacher, Text, linear_loss
-from eagle3.draft.ops import linear, rms_norm, rotate, silu_times, take
+from eagle3.draft.loss import Teacher, Text
 from eagle3.states import dequantise
 
 
@@ -95,7 +86,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -168,11 +159,10 @@ class DraftModel(nn.Module):
         self.embed_tokens.copy_(embedding)
         self.lm_head.weight.copy_(head_rows)
 
-    def rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [N, d] at integer positions [N]."""
+    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, float [N, d], at integer positions [N]."""
         rotary = self._rotary[0].to(positions.device)
-        probe = torch.empty(0, dtype=dtype, device=positions.device)
-        cos, sin = rotary(probe, positions[None])
+        cos, sin = rotary(torch.empty(0, device=positions.device), positions[None])
         return cos[0], sin[0]
 
     def fuse(self, aux_hidden: torch.Tensor) -> torch.Tensor:
@@ -184,81 +174,5 @@ class DraftModel(nn.Module):
 
     def forward(self, batch: Batch, teacher: Teacher | Text) -> StepOutput:
         """Run all TTT steps over the rows of `batch`; gradients flow through every step."""
-        layer, attention, size = self.midlayer, self.midlayer.self_attn, self.config.hidden_size
-        weights = _Weights(self)
-        dtype = self.fc.weight.dtype
-        fused = self.fuse(batch.aux_hidden)  # [T, H]
-        normed = layer.hidden_norm(fused)
-        embedded = layer.input_layernorm(self.embed_tokens[batch.input_ids])  # [T, H]
-        # the embedding's half of q, k and v at each token; of q only where a step takes it
-        parts = {
-            "q": embedded.index_select(0, batch.embedded) @ attention.q_proj.weight[:, :size].T,  # [U, heads * d]
-            "k": embedded @ attention.k_proj.weight[:, :size].T,  # [T, kv * d]
-            "v": embedded @ attention.v_proj.weight[:, :size].T,
-        }
-        # keys and values of step 0: position t with the token after it; the last one of a document serves no valid row
-        cos, sin = self.rotary(batch.positions, dtype)
-        keys = rotate(attention.heads(weights.use("k", normed, _following(parts["k"]))), cos, sin)  # [T, kv, d]
-        values = attention.heads(weights.use("v", normed, _following(parts["v"])))
-
-        rows = batch.rows
-
-        def one_step(step: int, hidden: torch.Tensor, own: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple:
-            """Of hidden [R, H] and the (keys, values) of steps 1..step-1: all with this step's, and what it gives."""
-            x = take(normed, rows)[0] if step == 0 else layer.hidden_norm(hidden)  # [R, H]
-            cos, sin = self.rotary(batch.positions[rows] + step, dtype)
-            half, parts["q"] = take(parts["q"], batch.embedded_index[step])
-            query = rotate(attention.heads(weights.use("q", x, half)), cos, sin)  # [R, heads, d]
-            if step:
-                half, parts["k"] = take(parts["k"], batch.reach[step])
-                key = rotate(attention.heads(weights.use("k", x, half)), cos, sin)  # [R, kv, d]
-                half, parts["v"] = take(parts["v"], batch.reach[step])
-                own = [*own, (key, attention.heads(weights.use("v", x, half)))]
-            mixed = ttt_attention(query, keys, values, batch.shared, own)
-            hidden = weights.use("o", mixed.flatten(1), hidden)
-            x = layer.post_attention_layernorm(hidden)
-            hidden = weights.use("down", silu_times(weights.use("gate", x), weights.use("up", x)), hidden)
-            x = self.norm(hidden)
-            loss, weights.head, best, overlap = linear_loss(
-                x, weights.head, teacher, batch.teacher_index[step], batch.valid[step]
-            )
-            return x if self.config.norm_output else hidden, own, loss, best, overlap
-
-        hidden, _ = take(fused, rows)  # [R, H]
-        own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        outcomes = []
-        for step in range(batch.valid.shape[0]):
-            if self.recompute:
-                hidden, own, *outcome = checkpoint(one_step, step, hidden, own, use_reentrant=False)
-            else:
-                hidden, own, *outcome = one_step(step, hidden, own)
-            outcomes.append(outcome)
-        losses, predicted, overlap = (torch.stack(part) for part in zip(*outcomes, strict=True))
-        return StepOutput(losses, predicted, overlap if teacher.inside is not None else None)
-
-
-class _Weights:
-    """The weights that the steps share, each as its latest use left it (ops.linear)."""
-
-    def __init__(self, model: DraftModel) -> None:
-        attention, mlp, size = model.midlayer.self_attn, model.midlayer.mlp, model.config.hidden_size
-        self._latest = {
-            "q": attention.q_proj.weight[:, size:],  # the half of the hidden state
-            "k": attention.k_proj.weight[:, size:],
-            "v": attention.v_proj.weight[:, size:],
-            "o": attention.o_proj.weight,
-            "gate": mlp.gate_proj.weight,
-            "up": mlp.up_proj.weight,
-            "down": mlp.down_proj.weight,
-        }
-        self.head = model.lm_head.weight
-
-    def use(self, name: str, x: torch.Tensor, start: torch.Tensor | None = None) -> torch.Tensor:
-        """x [N, I] @ weight.T + start [N, O]."""
-        y, self._latest[name] = linear(x, self._latest[name], start)
-        return y
-
-
-def _following(x: torch.Tensor) -> torch.Tensor:
-    """x [T, N] at the next position; the last one stays."""
-    return torch.cat([x[1:], x[-1:]])
+        loss, predicted, overlap = training_time_test.run(self, batch, self.fuse(batch.aux_hidden), teacher)
+        return StepOutput(loss, predicted, overlap if teacher.inside is not None else None)

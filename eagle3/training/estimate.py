@@ -1,7 +1,7 @@
 """What a training run takes: floating-point operations, bytes kept for backward, memory of a rank, steps and hours.
 
 Counts come from the loss masks of real packs, whose states are not read. Everything is derived from what
-draft/model.py computes; tests/test_dry_run.py holds the bytes against autograd's own.
+draft/training_time_test.py computes; tests/test_dry_run.py counts what it keeps.
 """
 
 import argparse
@@ -78,7 +78,8 @@ def operations(config: DraftConfig, work: Work, train_lm_head: bool) -> int:
     tokens, rows, steps = work.tokens, work.rows, work.steps
     # forward 2, gradients of input and weight 2 each; the aux states need none, their norms do
     fc = (6 if config.fc_norm else 4) * len(config.aux_layers) * size * size * tokens
-    shared = fc + 6 * size * (4 * key * tokens + query * work.embedded)
+    # of k and v the hidden state's half; of q, k and v the embedding's, which takes no gradient itself
+    shared = fc + size * (6 * 2 * key * tokens + 4 * (2 * key * tokens + query * work.embedded))
     step = 6 * size * (2 * query + 3 * inner) * rows  # q, o and the MLP
     own = 6 * size * 2 * key * rows * (steps - 1)
     head = (6 if train_lm_head else 4) * size * draft * rows * steps + 2 * size * draft * work.supervised
@@ -86,60 +87,33 @@ def operations(config: DraftConfig, work: Work, train_lm_head: bool) -> int:
     return shared + step * steps + own + head + attention
 
 
-def saved_bytes(config: DraftConfig, work: Work, itemsize: int, *, kernels: bool, recompute: bool = False) -> int:
+def saved_bytes(config: DraftConfig, work: Work, itemsize: int, *, recompute: bool = False) -> int:
     """Bytes of activations that one micro-batch keeps for backward: weights, states and indexes are not among them.
 
-    itemsize: bytes of a number of the weights' dtype. kernels: with the GPU's fused kernels, which keep their inputs;
-    plain torch also keeps the scores of attention and what norms and activations made on the way. recompute:
-    activation checkpointing, at the moment when the last step has been computed again.
+    itemsize: bytes of a number of the weights' dtype. recompute: activation checkpointing, at the moment when the last
+    step has been computed again.
     """
-    size, inner = config.hidden_size, config.intermediate_size
-    heads, width = config.num_attention_heads, config.head_dim
+    size, heads, width = config.hidden_size, config.num_attention_heads, config.head_dim
     query, key = heads * width, config.num_key_value_heads * width
-    tokens, rows = work.tokens, work.rows
-    copies = not kernels and itemsize != FLOAT32  # plain torch keeps float32 copies of narrower numbers
-    grouped = heads != config.num_key_value_heads
-
-    def norm(count: int) -> int:
-        """An RMSNorm over [count, H] without its output: its input, and in plain torch the product with the root."""
-        return count * (FLOAT32 + size * (itemsize if kernels else 2 * FLOAT32))
-
-    def norm_of_constant(count: int) -> int:
-        """The same where the input takes no gradient."""
-        return norm(count) if kernels else count * size * FLOAT32
-
-    # both norms of step 0 with their outputs, the embedding's again at U tokens; cos and sin; keys and values
-    shared = itemsize * size * (2 * tokens + work.embedded) + norm(tokens) + norm_of_constant(tokens)
-    shared += itemsize * tokens * 2 * width
-    if kernels or not grouped:
-        shared += itemsize * tokens * 2 * key
-    if config.fc_norm:
-        shared += len(config.aux_layers) * (norm_of_constant(tokens) + itemsize * tokens * size)
-    total, last = shared, 0
-    for step in range(work.steps):
-        # outputs of the three norms; the norms after attention and after the MLP. The third one, from step 1 on, takes
-        # what the last one of the step before took, unless that is norm_output's
-        kept = itemsize * rows * size * 3 + 2 * norm(rows)
-        if step:
-            known = rows * size * (itemsize if kernels else FLOAT32)
-            kept += norm(rows) - (0 if config.norm_output and copies else known)
-        kept += itemsize * rows * (inner * (3 if kernels else 4) + config.draft_vocab_size + 2 * width + query)
-        if kernels:
-            kept += rows * (itemsize * query + 4 * heads)  # query, log-sum-exp
-        else:
-            probabilities = heads * work.scores * (2 * FLOAT32 + itemsize * copies) + work.scores
-            repeated = 2 * itemsize * tokens * query if grouped else 0  # keys and values, a copy a query head
-            kept += probabilities + repeated + rows * (itemsize * query + 4 * heads)
-        if step and kernels:
-            kept += itemsize * rows * (2 * key + query)  # own keys and values; what attention gave before the merge
-        elif step:
-            own = FLOAT32 * step if copies else itemsize  # a copy of all steps' until now, or this step's themselves
-            kept += rows * (2 * key * own + FLOAT32 * (2 * query + heads * (2 * step + 4)))
-        total += kept
-        last = kept
+    tokens, rows, steps = work.tokens, work.rows, work.steps
+    # what step 0 takes, its norm with the roots, keys and values; cos and sin
+    total = itemsize * tokens * 2 * (size + key) + FLOAT32 * (tokens + 2 * width * (tokens + steps * rows))
+    total += itemsize * rows * (2 * key * (steps - 1) + query * steps)  # own keys and values, what attention gave
+    if config.fc_norm:  # by autograd: float32 copies of the states, and their norms
+        total += len(config.aux_layers) * tokens * size * (itemsize + FLOAT32)
+    streams = itemsize * rows * size * (steps + 1)  # before the first step and after each
+    # norms of a step's input, of the stream after attention, and of its output; that stream; query, gate, up, logits
+    step = itemsize * rows * (4 * size + query + 2 * config.intermediate_size + config.draft_vocab_size)
+    step += FLOAT32 * rows * (heads + 3)  # log-sum-exp and roots
     if recompute:
-        total = shared + itemsize * rows * (size + 2 * key) * work.steps + last
-    return total
+        return total + streams + step + itemsize * work.embedded * query
+    return total + streams + step * steps - FLOAT32 * rows  # step 0 shares the roots of all tokens
+
+
+def backward_bytes(config: DraftConfig, work: Work, itemsize: int) -> int:
+    """Bytes that backward adds at its start: gradients of all keys and values."""
+    key = config.num_key_value_heads * config.head_dim
+    return itemsize * 2 * key * (work.tokens + work.rows * (work.steps - 1))
 
 
 @dataclass(frozen=True)
@@ -258,8 +232,9 @@ def dry_run(
     weights = Weights.of(config, trained)
     memory = state_bytes(weights, itemsize, deepspeed, world)
     recompute = flags.activation_checkpointing
-    saved = saved_bytes(config, fullest, itemsize, kernels=gpu, recompute=recompute)
+    saved = saved_bytes(config, fullest, itemsize, recompute=recompute)
     memory["activations" + (", checkpointed" if recompute else "")] = saved
+    memory["gradients of keys and values"] = backward_bytes(config, fullest, itemsize)
     memory["states and teacher logits"] = input_bytes(config, fullest, itemsize)
     on_device = sum(size for part, size in memory.items() if "host memory" not in part)
 
