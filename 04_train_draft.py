@@ -162,7 +162,8 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     inputs = training_inputs.open_inputs(target, arguments.hidden_states_dir, arguments.vocab_map_dir)
     stated = read_draft_config(arguments.draft_config) if arguments.draft_config else None
     deepspeed_config = training_inputs.read_deepspeed_config(arguments.deepspeed_config)
-    train, held_out = packing.hold_out(inputs.records, arguments.val_fraction, arguments.seed)
+    train, held_out = packing.hold_out(inputs.planned, arguments.val_fraction, arguments.seed)
+    held_out = list(filter(packing.is_whole, held_out))
     if arguments.dry_run:
         from eagle3.training.estimate import show_dry_run
 
@@ -212,7 +213,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
         terminal.say(
             f"draft of {weights / 1e6:.1f} M weights, lm_head {arguments.lm_head}, embeddings frozen; "
             f"{ids.numel()} draft ids, aux layers {inputs.aux_layers}, {options.ttt_steps} TTT steps; "
-            f"{len(train)} samples to train on, {len(held_out)} held out; "
+            f"{sum(map(packing.is_whole, train))} samples to train on, {len(held_out)} held out; "
             f"{world} rank{'s' if world > 1 else ''} on {device.type}, {options.dtype}"
         )
 
@@ -239,7 +240,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
 
     # --------------------------------------------------------------------------------------------- export
     export = arguments.output_dir / "export"
-    longest = max(record["tokens"] for record in train)
+    longest = max(record["tokens"] for record in train if packing.is_whole(record))
     last = {"epoch": trainer.epoch, "step": trainer.step, "report": trainer.last_report}
     kept = trainer.best or last  # without held-out conversations nothing tells which is the best
     if rank == 0:
@@ -292,6 +293,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
                 "lost to vocabulary": f"{report['lost_to_vocabulary']:.1%} of the walk's steps",
                 "accuracy by step": report["accuracy_by_step"],
             }
+        rows |= trainer.meter.rows()
         if arguments.note:
             rows["note"] = arguments.note
         terminal.summary("stage 04: draft trained and exported; the figures are of the exported files", rows, started)

@@ -64,7 +64,7 @@ def run(model: Path, states: Path, dtype: str, zero: str, fault: str) -> dict:
 
     def step(number: int) -> list[Batch]:
         places = [(ACCUMULATION * number + micro) * seen.world + seen.rank for micro in range(ACCUMULATION)]
-        return [seen._batch(packs[place % len(packs)], "served") for place in places]
+        return [seen.source.batch(packs[place % len(packs)], "served") for place in places]
 
     for number in (0, 1):
         for one in (seen, unseen):

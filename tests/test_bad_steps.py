@@ -129,14 +129,14 @@ def test_a_bad_step_is_as_if_its_batch_had_never_been(ranks: int, tiny_target: P
 
 DAMAGED = """
 import itertools, runpy, sys, torch
-from eagle3.training import loop
-load, count = loop.load_sample, itertools.count(1)
+from eagle3.training import reading
+load, count = reading.load_sample, itertools.count(1)
 def damaged(directory, record, config):
     sample, number = load(directory, record, config), next(count)
     if {when}:
         sample["aux_hidden"] = torch.full_like(sample["aux_hidden"], torch.nan)
     return sample
-loop.load_sample = damaged
+reading.load_sample, reading.THREADS = damaged, 1  # samples are read in order
 sys.argv[0] = sys.argv.pop(1)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

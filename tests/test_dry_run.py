@@ -187,7 +187,8 @@ def test_a_dry_run_says_what_a_run_takes_and_makes_nothing(dry_run: Any, states:
 
     records = list(artifacts.Index(states / "hidden_states").samples().values())
     train, _ = packing.hold_out(records, 0.1, 0)
-    steps = [packing.steps_per_epoch(len(packing.epoch_packs(train, 128, 128, 0, epoch)), 2, 2) for epoch in range(3)]
+    packs = [packing.epoch_packs(train, 128, 128, 0, epoch, packing.Cost(1, 1, 1)) for epoch in range(3)]
+    steps = [packing.steps_per_epoch(len(one), 2, 2) for one in packs]
     rows = {key.strip(): value for key, value in re.findall(r"^  (\S.*?|  \S.*?)  +(.*)$", text, re.MULTILINE)}
     assert rows["optimizer steps"].startswith(f"{sum(steps)}: 3 epochs of {len(train)} samples")
     # 3 aux layers of 64, 4 heads of 32, 2 key/value heads, MLP 128, 64 draft ids, 4 norms and the final one

@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from eagle3.draft.loss import Teacher, compare
 from eagle3.draft.model import StepOutput
-from eagle3.terminal import UserError
-from eagle3.training import packing
 from eagle3.training.metrics import Acceptance, expected_walk, measure, walk
 from eagle3.training.supervision import make_batch, valid_steps
 
@@ -159,68 +157,6 @@ def test_walk_and_plain_mean_differ_and_out_of_vocabulary_is_wrong() -> None:
     assert (sums.starts[0], sums.accepted[0], sums.lost[0]) == (3, 3, 0)
     assert report["tau_plain_mean"] == pytest.approx(1 + 8 / 6, abs=1e-3)
     assert report["outside_vocabulary_by_step"] == [round(1 / 6, 5), round(1 / 5, 5)]
-
-
-# ------------------------------------------------------------------------------------------------ packing
-
-
-def records(lengths: list[int]) -> list[dict]:
-    """The first half of each sample is a prompt."""
-    return [
-        {"index": i, "tokens": n, "supervised": n - n // 2, "conversation": f"c{i // 2}"} for i, n in enumerate(lengths)
-    ]
-
-
-@settings(deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60),
-    world=st.integers(1, 4),
-    accumulation=st.integers(1, 3),
-    epoch=st.integers(0, 3),
-    max_rows=st.integers(25, 64),
-)
-def test_every_sample_is_seen_once_an_epoch_whatever_the_ranks(lengths, world, accumulation, epoch, max_rows) -> None:
-    packs = packing.epoch_packs(records(lengths), 64, max_rows, seed=3, epoch=epoch)
-    assert all(sum(record["tokens"] for record in pack) <= 64 for pack in packs)
-    assert all(sum(record["supervised"] for record in pack) <= max_rows for pack in packs)
-    steps = packing.steps_per_epoch(len(packs), world, accumulation)
-    seen = [
-        record["index"]
-        for step in range(steps)
-        for rank in range(world)
-        for pack in packing.step_packs(packs, step, rank, world, accumulation)
-        for record in pack
-    ]
-    assert sorted(seen) == list(range(len(lengths)))
-    assert all(len(packing.step_packs(packs, 0, rank, world, accumulation)) == accumulation for rank in range(world))
-
-
-def test_an_epoch_has_its_own_order_and_keeps_it() -> None:
-    order = [[r["index"] for p in packing.epoch_packs(records([5] * 30), 20, 20, 0, e) for r in p] for e in (0, 1, 0)]
-    assert order[0] == order[2] != order[1]
-
-
-def test_a_sample_longer_than_a_pack_is_named() -> None:
-    with pytest.raises(UserError, match=r"sample 1 has 90 tokens, --max-tokens is 64"):
-        packing.pack(records([5, 90]), 64, 64)
-    with pytest.raises(UserError, match=r"sample 1 has 32 supervised tokens, --max-rows is 31; raise it"):
-        packing.pack(records([5, 64]), 64, 31)
-
-
-@settings(deadline=None)
-@given(count=st.integers(4, 60), fraction=st.floats(0.01, 0.9))
-def test_held_out_split_is_by_conversation_and_never_empty(count, fraction) -> None:
-    everything = records([5] * count)
-    train, held = packing.hold_out(everything, fraction, seed=0)
-    assert {r["conversation"] for r in train}.isdisjoint(r["conversation"] for r in held)
-    assert train and held and len(train) + len(held) == count
-    assert packing.hold_out(everything, fraction, seed=0) == (train, held)
-
-
-def test_one_conversation_cannot_be_split() -> None:
-    with pytest.raises(UserError, match="--val-fraction 0"):
-        packing.hold_out(records([5, 5]), 0.1, seed=0)
-    assert packing.hold_out(records([5, 5]), 0.0, seed=0)[1] == []
 
 
 def test_acceptance_is_told_by_how_far_out_a_start_lies() -> None:

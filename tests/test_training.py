@@ -1,5 +1,6 @@
 """Stage 04 through its own command line: real DeepSpeed, one rank and two over gloo, on random states."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -77,9 +78,23 @@ def test_training_lowers_the_loss_and_says_what_it_did(straight: tuple[Path, str
     losses = [record["loss_by_step"][0] for record in metrics(output, "train")]
     assert losses[-1] < 0.9 * losses[0]
     assert "embeddings frozen" in text and "lm_head trained" in text and "(walk)" in text
+    assert "tokens/s" in text and "of the step time" in text
     held_out = metrics(output, "held_out")
     assert len(held_out) == 6 and held_out[-1]["walk_starts"] > 0
     assert list((output / "tensorboard").glob("events*"))
+
+
+def test_every_step_tells_its_tokens_and_its_wait_for_data(straight: tuple[Path, str], states: Path) -> None:
+    """Each sample is in one step of each epoch. On CPU there is no peak to have a share of."""
+    held_out = artifacts.read_manifest(straight[0], "04")["held_out"]
+    index = artifacts.Index(states / "hidden_states").samples().values()
+    tokens = sum(record["tokens"] for record in index if record["index"] not in held_out)
+    records = metrics(straight[0], "train")
+    for epoch in range(6):
+        assert sum(record["tokens"] for record in records if record["epoch"] == epoch) == tokens
+    for record in records:
+        assert 0 <= record["data_wait"] <= record["seconds"] + 1e-3 and "share_of_peak" not in record
+        assert record["tokens_per_second"] == pytest.approx(record["tokens"] / record["seconds"], rel=0.05)
 
 
 def test_the_terminal_is_free_of_library_noise(straight: tuple[Path, str]) -> None:
@@ -147,8 +162,8 @@ def test_the_whole_vocabulary_is_normalised_in_float32() -> None:
         return (x @ weight.T).bfloat16()
 
     batch = SimpleNamespace(final_hidden=states, final_states=lambda rows, device, dtype: states[rows])
-    batches = {"_batch": lambda records, supervision: batch}
-    trainer = SimpleNamespace(whole_head=lambda: head, device="cpu", dtype=torch.bfloat16, **batches)
+    reader = contextlib.nullcontext([SimpleNamespace(batches=[batch])])
+    trainer = SimpleNamespace(whole_head=lambda: head, device="cpu", dtype=torch.bfloat16, _reader=lambda *_: reader)
     (normaliser,) = loop.Trainer._normalise(trainer, [[]])
     assert normaliser.dtype == torch.float32
     torch.testing.assert_close(normaliser, head(states).float().logsumexp(-1), rtol=0, atol=1e-5)
@@ -202,6 +217,7 @@ def test_two_ranks_give_the_weights_of_one(straight, tiny_target: Path, states: 
     assert [r["step"] for r in alone] == [r["step"] for r in together]
     for a, b in zip(alone, together, strict=True):
         assert a["loss_by_step"] == pytest.approx(b["loss_by_step"], rel=1e-3)
+        assert a["tokens"] == b["tokens"]  # of both ranks
         assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=1e-3)  # Adam alone would hide its scale
     assert largest_difference(straight[0], tmp_path / "draft") < 5e-3  # bf16 rounding of weights up to 1
 
@@ -277,8 +293,26 @@ def test_only_a_later_second_signal_is_impatience(monkeypatch: pytest.MonkeyPatc
     assert exits == [130]
 
 
-def test_an_epoch_with_no_step_left_reads_nothing() -> None:
-    assert list(loop.Trainer._prefetched(None, [])) == []
+@pytest.mark.slow
+def test_a_sample_that_stage_02_failed_leaves_a_hole(straight, tiny_target: Path, states: Path, tmp_path: Path) -> None:
+    """The same plan without it: the same number of steps, of the same tokens but for those of the failed one."""
+    damaged = tmp_path / "states"
+    shutil.copytree(states, damaged)
+    failed = next(i for i in range(12) if i not in artifacts.read_manifest(straight[0], "04")["held_out"])
+    kept = artifacts.Index(damaged / "hidden_states").samples()[failed]
+    with artifacts.Index(damaged / "hidden_states").appending() as index:
+        index.add(**{key: value for key, value in kept.items() if key not in ("ids", "bytes")} | {"status": "failed"})
+    artifacts.sample_path(damaged / "hidden_states", failed).unlink()
+    manifest = damaged / "hidden_states" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"samples": 12', '"samples": 11'))
+    output = tmp_path / "draft"
+    train(tiny_target, damaged, output, "--accumulation", 2, "--epochs", 2)
+    whole, without = metrics(straight[0], "train"), metrics(output, "train")
+    steps = len(without)
+    lost = [a["tokens"] - b["tokens"] for a, b in zip(whole[:steps], without, strict=True)]
+    assert sorted(lost) == [0] * (steps - 2) + [kept["tokens"]] * 2 and whole[steps]["epoch"] == 2
+    held_out = [artifacts.read_manifest(directory, "04")["held_out"] for directory in (straight[0], output)]
+    assert held_out[0] == held_out[1]
 
 
 @pytest.mark.slow

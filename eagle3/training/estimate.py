@@ -55,6 +55,10 @@ class Work:
             scores=int((counts * (ends - starts)).sum()),
         )
 
+    def without_teacher(self) -> "Work":
+        """Where the loss is that of the text, which needs no teacher's logits."""
+        return replace(self, supervised=0)
+
 
 def work_of(directory: Path, records: list[dict[str, Any]], steps: int, supervision: str) -> Work:
     """The work of one pack of stage 02's samples in `directory`, from their ids and masks alone."""
@@ -85,6 +89,14 @@ def operations(config: DraftConfig, work: Work, train_lm_head: bool) -> int:
     head = (6 if train_lm_head else 4) * size * draft * rows * steps + 2 * size * draft * work.supervised
     attention = (4 + 10) * query * work.seen * steps  # backward recomputes the scores
     return shared + step * steps + own + head + attention
+
+
+def sample_cost(config: DraftConfig, steps: int, train_lm_head: bool, loss: str) -> packing.Cost:
+    """What `operations` makes of a token, of a supervised one, and of a key that a draft start sees."""
+    unit = Work(tokens=0, supervised=0, rows=0, embedded=0, steps=steps, seen=0, scores=0)
+    row = replace(unit, rows=1, embedded=1, supervised=int(loss == "kl"))
+    parts = (replace(unit, tokens=1), row, replace(unit, seen=1))
+    return packing.Cost(*(operations(config, part, train_lm_head) for part in parts))
 
 
 def saved_bytes(config: DraftConfig, work: Work, itemsize: int, *, recompute: bool = False) -> int:
@@ -212,15 +224,17 @@ def dry_run(
     dtype = getattr(torch, name)
     itemsize = dtype.itemsize
     budgets = flags.max_tokens, flags.max_rows or flags.max_tokens
-    epochs = [packing.epoch_packs(train, *budgets, flags.seed, epoch) for epoch in range(flags.epochs)]
+    cost = sample_cost(config, flags.ttt_steps, trained, flags.loss)
+    epochs = [packing.epoch_packs(train, *budgets, flags.seed, epoch, cost) for epoch in range(flags.epochs)]
+    train = list(filter(packing.is_whole, train))
     micro = world * flags.accumulation
     steps = sum(packing.steps_per_epoch(len(packs), world, flags.accumulation) for packs in epochs)
 
     def work(records: list[dict[str, Any]]) -> Work:
         found = work_of(directory, records, flags.ttt_steps, flags.supervision)
-        return found if flags.loss == "kl" else replace(found, supervised=0)  # the text needs no teacher's logits
+        return found if flags.loss == "kl" else found.without_teacher()
 
-    packs = epochs[0]
+    packs = list(filter(None, epochs[0]))
     read = [work(pack) for pack in packs[:: -(-len(packs) // PACKS_READ)]]
     fullest = work(max(packs, key=lambda pack: (sum(r["supervised"] for r in pack), sum(r["tokens"] for r in pack))))
     tokens = sum(one.tokens for one in read)

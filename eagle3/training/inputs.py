@@ -31,6 +31,7 @@ class Inputs:
 
     directory: Path  # stage 02's
     records: list[dict[str, Any]]  # index records of whole samples, ascending
+    planned: list[dict[str, Any]]  # these and those of the samples that stage 02 failed, ascending
     aux_layers: list[int]
     d2t: torch.Tensor  # int64 [D]
     t2d: torch.Tensor  # bool [V]
@@ -57,6 +58,8 @@ def open_inputs(target: Target, hidden_states: Path, vocab_map: Path) -> Inputs:
     _check_vocab_map(vocab_map, vocab, mapped["fingerprint"]["draft_vocab_size"], target.vocab_size)
     index = artifacts.Index(hidden_states).samples()
     records = [record for record in index.values() if record["status"] == "done"]
+    known = ("tokens", "supervised", "conversation")
+    planned = [r for r in index.values() if r["status"] == "done" or all(r.get(field) is not None for field in known)]
     if not records or len(records) != states["samples"]:
         raise UserError(
             f"{hidden_states}/index.jsonl names {len(records)} finished samples, manifest.json says "
@@ -68,13 +71,14 @@ def open_inputs(target: Target, hidden_states: Path, vocab_map: Path) -> Inputs:
     return Inputs(
         directory=hidden_states,
         records=records,
+        planned=planned,
         aux_layers=states["aux_layers"],
         d2t=vocab["d2t"].clone(),
         t2d=vocab["t2d"].clone(),
         fingerprint={
             "states": artifacts.digest(made_from),
             "samples": artifacts.digest(
-                [[record["index"], record["tokens"], record["supervised"]] for record in records]
+                [[record[field] for field in ("index", "tokens", "supervised", "status")] for record in planned]
             ),
             "vocab_map": artifacts.digest(mapped["fingerprint"]),
         },

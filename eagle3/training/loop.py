@@ -8,7 +8,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,10 +22,10 @@ from eagle3.draft.loss import Teacher, Text
 from eagle3.draft.model import Batch, DraftModel
 from eagle3.target import TargetHead
 from eagle3.terminal import UserError
-from eagle3.training import best, guard, packing, schedule
+from eagle3.training import best, guard, packing, reading, schedule, throughput
+from eagle3.training.estimate import sample_cost
 from eagle3.training.metrics import Acceptance, measure
 from eagle3.training.record import Record
-from eagle3.training.supervision import empty_batch, load_sample, make_batch
 
 NORMALISED_AT_ONCE = 1024  # rows of logits over the whole vocabulary: 0.7 GB of float32 at 163,840 ids
 
@@ -180,17 +179,20 @@ class Trainer:
         save_every: int,
     ) -> None:
         """`head` gives the draft's ids, `whole_head` loads that of all ids, which is needed once;
-        `train` and `held_out` are index records of stage 02; `target_to_draft` int64 [V] gives -1 outside;
+        `train` (failed samples too) and `held_out` are index records of stage 02 in the directory `hidden_states`;
+        `target_to_draft` int64 [V] gives -1 outside;
         a checkpoint is written every `save_every` optimizer steps and after each epoch."""
         import deepspeed
 
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.options, self.head, self.whole_head = options, head, whole_head
-        self.output, self.hidden_states = output, hidden_states
+        self.output = output
         self.train_records, self.held_out, self.save_every = train, held_out, save_every
         self.device = device()
         self.target_to_draft = target_to_draft.to(self.device)
         self.dtype = getattr(torch, options.dtype)
+        self.source = reading.Source(hidden_states, model.config, options.ttt_steps, self.device)
+        self.sample_cost = sample_cost(model.config, options.ttt_steps, options.train_lm_head, options.loss)
         per_epoch = [
             packing.steps_per_epoch(len(self._packs(epoch)), self.world, options.accumulation)
             for epoch in range(options.epochs)
@@ -229,7 +231,7 @@ class Trainer:
 
     def _packs(self, epoch: int) -> list[list[dict]]:
         budgets = self.options.max_tokens, self.options.max_rows
-        return packing.epoch_packs(self.train_records, *budgets, self.options.seed, epoch)
+        return packing.epoch_packs(self.train_records, *budgets, self.options.seed, epoch, self.sample_cost)
 
     def _learning_rate_factor(self, step: int) -> float:
         warmup = max(1, math.ceil(self.options.warmup_ratio * self.total_steps))
@@ -237,27 +239,8 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------- batches
 
-    def _batch(self, records: list[dict], supervision: str) -> Batch:
-        samples = [load_sample(self.hidden_states, record, self.model.config) for record in records]
-        batch = make_batch(samples, self.options.ttt_steps, supervision) if samples else None
-        if batch is None or batch.rows.numel() == 0:
-            return empty_batch(self.model.config, self.options.ttt_steps)
-        return batch
-
-    def _prefetched(self, jobs: list[list[list[dict]]]) -> Iterator[list[Batch]]:
-        """The micro-batches of each optimizer step, read one step ahead in a thread."""
-
-        def read(step_records: list[list[dict]]) -> list[Batch]:
-            return [self._batch(records, self.options.supervision) for records in step_records]
-
-        if not jobs:  # stopped after the last step of an epoch
-            return
-        with ThreadPoolExecutor(1) as pool:
-            pending = pool.submit(read, jobs[0])
-            for following in [*jobs[1:], None]:
-                batches = pending.result()
-                pending = pool.submit(read, following) if following is not None else None
-                yield batches
+    def _reader(self, steps: list[list[list[dict]]], supervision: str) -> reading.Reader:
+        return reading.Reader(self.source, steps, supervision)
 
     def _teacher(self, batch: Batch, normaliser: torch.Tensor | None = None) -> Teacher:
         with torch.no_grad():
@@ -278,7 +261,8 @@ class Trainer:
                 parts.append(head(states).float().logsumexp(-1).cpu())  # bf16 would round it by percents
             return torch.cat(parts)
 
-        return [normaliser(self._batch(records, "served")) for records in packs]
+        with self._reader([[records] for records in packs], "served") as steps:
+            return [normaliser(step.batches[0]) for step in steps]
 
     # ---------------------------------------------------------------------------------------------- steps
 
@@ -339,6 +323,7 @@ class Trainer:
 
     def run(self) -> int:
         """Train to the end or to a stop signal. Returns the signal's number, 0 at the end."""
+        self.meter = throughput.Meter(self.model.config, self.options, self.device)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopRequested())
             record = bar = None
@@ -372,37 +357,44 @@ class Trainer:
             for step in range(self.step_in_epoch, count)
         ]
         due = False  # a checkpoint; never amid bad steps, where the weights may be what is bad
-        for batches in self._prefetched(jobs):
-            started = time.monotonic()
-            rate = self.schedule.get_last_lr()[0]
-            loss, outcome, suspects, asked = self._optimizer_step(batches, stop.signal)
-            first = self.step_in_epoch * self.world * self.options.accumulation  # pack of all ranks
-            self.step += 1
-            self.step_in_epoch += 1
-            if outcome.fault:
-                places = suspects or range(self.world * self.options.accumulation)
-                self._skipped(outcome, [pack for place in places for pack in packs[first + place :][:1]], record)
-            else:
-                self.good_checkpoint = self.checkpoint
-            if record and not outcome.fault:
-                values = {
-                    "epoch": self.epoch,
-                    "loss_by_step": [round(value, 5) for value in loss.tolist()],
-                    "learning_rate": rate,
-                    "gradient_norm": outcome.gradient_norm,
-                    "seconds": round(time.monotonic() - started, 3),
-                }
-                record.add("train", self.step, values)
-            if bar is not None:
-                bar.update(1)
-                bar.set_postfix(loss=f"{float(loss[0]):.3f}", tau=(self.last_report or {}).get("tau", "-"))
-            if asked:
-                return True
-            due = due or self.step % self.save_every == 0
-            if due and not self.guard.in_a_row and self.step_in_epoch < count:
-                self._save()
-                due = False
+        with self._reader(jobs, self.options.supervision) as steps:
+            for step in steps:
+                if self._train(step, packs, stop.signal, record, bar):
+                    return True
+                due = due or self.step % self.save_every == 0
+                if due and not self.guard.in_a_row and self.step_in_epoch < count:
+                    self._save()
+                    due = False
         return False
+
+    def _train(
+        self, step: reading.Step, packs: list[list[dict]], stop: int, record: Record | None, bar: tqdm | None
+    ) -> bool:
+        """One optimizer step of the epoch's `packs`, recorded. Returns whether a rank was asked to stop."""
+        started = time.monotonic()
+        rate = self.schedule.get_last_lr()[0]
+        loss, outcome, suspects, asked = self._optimizer_step(step.batches, stop)
+        speed = self.meter.add(step, started)
+        first = self.step_in_epoch * self.world * self.options.accumulation  # pack of all ranks
+        self.step += 1
+        self.step_in_epoch += 1
+        if outcome.fault:
+            places = suspects or range(self.world * self.options.accumulation)
+            self._skipped(outcome, [pack for place in places for pack in packs[first + place :][:1]], record)
+        else:
+            self.good_checkpoint = self.checkpoint
+        if record and not outcome.fault:
+            values = {
+                "epoch": self.epoch,
+                "loss_by_step": [round(value, 5) for value in loss.tolist()],
+                "learning_rate": rate,
+                "gradient_norm": outcome.gradient_norm,
+            }
+            record.add("train", self.step, values | speed)
+        if bar is not None:
+            bar.update(1)
+            bar.set_postfix(throughput.shown(float(loss[0]), self.last_report, speed))
+        return bool(asked)
 
     @torch.no_grad()
     def evaluate(self, model: DraftModel, stop: StopRequested | None = None) -> dict[str, Any] | None:
@@ -415,13 +407,14 @@ class Trainer:
         packs = packing.pack(self.held_out, self.options.max_tokens, self.options.max_rows)[self.rank :: self.world]
         if self.normalisers is None:
             self.normalisers = self._normalise(packs)
-        for records, normaliser in zip(packs, self.normalisers, strict=True):
-            if stop and stop.signal:
-                stopped = 1.0
-                break
-            batch = self._batch(records, "served").to(self.device, model.fc.weight.dtype)
-            teacher = self._teacher(batch, normaliser.to(self.device))
-            measure(model(batch, teacher), batch, self.target_to_draft, sums)
+        with self._reader([[records] for records in packs], "served") as steps:
+            for step, normaliser in zip(steps, self.normalisers, strict=True):
+                if stop and stop.signal:
+                    stopped = 1.0
+                    break
+                batch = step.batches[0].to(self.device, model.fc.weight.dtype)
+                teacher = self._teacher(batch, normaliser.to(self.device))
+                measure(model(batch, teacher), batch, self.target_to_draft, sums)
         vector = torch.cat([sums.tensor(), torch.tensor([stopped], dtype=torch.float64)]).to(self.device)
         if self.world > 1:
             dist.all_reduce(vector)
