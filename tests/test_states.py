@@ -1,5 +1,6 @@
 """How states are stored: sizes, fp8 and back, through stage 02 and into stage 04; states that 04 must not take."""
 
+import math
 import os
 import subprocess
 import sys
@@ -126,6 +127,21 @@ def test_a_nan_in_fp8_is_found(bits: int) -> None:
     assert all_finite(stored)
     stored.view(torch.uint8)[3, 11] = bits
     assert stored.float().isnan().sum() == 1 and not all_finite(stored)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_number_that_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype, value: float) -> None:
+    for place in (0, 1, 15, 63, 64, 1000, 5 * 203 - 1):  # in and beside what is taken at a time
+        states = torch.randn(5, 203).to(dtype)
+        assert all_finite(states)
+        states.view(-1)[place] = value
+        assert not all_finite(states)
+    assert all_finite(torch.empty(0, 203, dtype=dtype))
+
+
+def test_states_whose_sum_overflows_are_finite() -> None:
+    assert all_finite(torch.full((64, 64), 3e38))
 
 
 # ------------------------------------------------------------------------------- through stages 02 and 04

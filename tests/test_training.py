@@ -94,7 +94,8 @@ def test_every_step_tells_its_tokens_and_its_wait_for_data(straight: tuple[Path,
         assert sum(record["tokens"] for record in records if record["epoch"] == epoch) == tokens
     for record in records:
         assert 0 <= record["data_wait"] <= record["seconds"] + 1e-3 and "share_of_peak" not in record
-        assert record["tokens_per_second"] == pytest.approx(record["tokens"] / record["seconds"], rel=0.05)
+        least, most = (record["tokens"] / (record["seconds"] + rounded) for rounded in (6e-4, -6e-4))
+        assert least <= record["tokens_per_second"] <= most
 
 
 def test_the_terminal_is_free_of_library_noise(straight: tuple[Path, str]) -> None:

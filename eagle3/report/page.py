@@ -23,7 +23,8 @@ MOST_SOURCES = 30
 # Reasons that go on with words of the row itself
 QUOTING = ("unknown role", "message without role", "content part of type", "chat template refuses", "not answered")
 UNITS = {"learning_rate": "learning rate", "gradient_norm": "gradient norm", "seconds": "seconds a step"}
-UNITS |= {"tokens_per_second": "tokens/s"}
+UNITS |= {"tokens": "tokens a step", "tokens_per_second": "tokens/s", "data_wait": "seconds a step waits for its data"}
+UNITS |= {"share_of_peak": "share of a matrix product's rate"}
 
 STYLE = Path(__file__).with_name("style.css").read_text()
 STYLE += "\n".join(
