@@ -153,7 +153,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     )
     from eagle3.model_card import model_card
     from eagle3.target import TargetHead, open_target, read_embedding
-    from eagle3.training import best, loop, packing
+    from eagle3.training import best, checkpoints, loop, packing
     from eagle3.training import inputs as training_inputs
     from eagle3.validate import require_servable
 
@@ -203,11 +203,11 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     model.initialise(read_embedding(target), head.weight, options.seed)
     model.to(getattr(torch, options.dtype))  # DeepSpeed would cast the weights, and leave the embedding as it is
 
-    stack.enter_context(loop.output_lock(arguments.output_dir))
+    stack.enter_context(checkpoints.output_lock(arguments.output_dir))
     fingerprint = {"target": target.config_hash, **inputs.fingerprint, "val_fraction": arguments.val_fraction}
     fingerprint["draft"] = artifacts.digest(dataclasses.asdict(config))
     fingerprint |= {key: value for key, value in dataclasses.asdict(options).items() if key != "epochs"}
-    loop.claim_output(arguments.output_dir, fingerprint)
+    checkpoints.claim_output(arguments.output_dir, fingerprint)
     if rank == 0:
         weights = sum(parameter.numel() for parameter in model.parameters())
         terminal.say(
@@ -257,7 +257,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
             from eagle3.export_speculators import write_speculators
 
             write_speculators(Path(f"{export}-speculators"), tensors, config, target, options.ttt_steps, card)
-    loop.barrier()
+    checkpoints.barrier()
     report = trainer.evaluate(read_export(export, config).to(device, head.weight.dtype)) if held_out else None
     if rank == 0:
         artifacts.write_manifest(

@@ -233,11 +233,11 @@ def test_a_map_of_another_target_or_tokenizer(work: Workplace, field: str) -> No
 
 
 def test_checkpoints_without_a_manifest_are_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "barrier", lambda: None)
+    monkeypatch.setattr(checkpoints, "barrier", lambda: None)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("step00000001")
     with pytest.raises(UserError, match=r"has checkpoints but no manifest\.json; what made them is unknown"):
-        loop.claim_output(tmp_path, {"seed": 0})
+        checkpoints.claim_output(tmp_path, {"seed": 0})
 
 
 # ------------------------------------------------------------------------------------- rerunning the writer

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,12 +16,12 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from eagle3 import artifacts, terminal
+from eagle3 import terminal
 from eagle3.draft.loss import Teacher, Text
 from eagle3.draft.model import Batch, DraftModel
 from eagle3.target import TargetHead
 from eagle3.terminal import UserError
-from eagle3.training import best, guard, packing, reading, schedule, throughput
+from eagle3.training import baselines, best, checkpoints, guard, packing, reading, schedule, throughput
 from eagle3.training.estimate import sample_cost
 from eagle3.training.metrics import Acceptance, measure
 from eagle3.training.record import Record
@@ -125,42 +124,6 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def barrier() -> None:
-    """Wait for all ranks."""
-    if dist.get_world_size() > 1:
-        dist.barrier()
-
-
-@contextlib.contextmanager
-def output_lock(directory: Path) -> Iterator[None]:
-    """Hold the output directory's lock on rank 0; all ranks stop when it is taken."""
-    with contextlib.ExitStack() as stack:
-        refused: UserError | None = None
-        if dist.get_rank() == 0:
-            try:
-                stack.enter_context(artifacts.directory_lock(directory))
-            except UserError as error:
-                refused = error
-        verdict = [str(refused) if refused else None]
-        dist.broadcast_object_list(verdict)
-        if verdict[0]:
-            raise UserError(verdict[0])
-        yield
-
-
-def claim_output(directory: Path, fingerprint: dict[str, Any]) -> None:
-    """Start a manifest, or refuse a directory that another training run filled."""
-    earlier = artifacts.read_manifest(directory, "04", missing_ok=True)
-    barrier()  # every rank has looked before rank 0 writes
-    if earlier:
-        remedy = "give another --output-dir, or delete this one"
-        artifacts.require_same(directory, earlier["fingerprint"], fingerprint, remedy)
-    elif (directory / "checkpoints" / "latest").exists():
-        raise UserError(f"{directory} has checkpoints but no manifest.json; what made them is unknown: delete them")
-    elif dist.get_rank() == 0:
-        artifacts.write_manifest(directory, "04", fingerprint, complete=False)
-
-
 class Trainer:
     """One training run in one output directory."""
 
@@ -193,11 +156,12 @@ class Trainer:
         self.dtype = getattr(torch, options.dtype)
         self.source = reading.Source(hidden_states, model.config, options.ttt_steps, self.device)
         self.sample_cost = sample_cost(model.config, options.ttt_steps, options.train_lm_head, options.loss)
-        per_epoch = [
+        self.per_epoch = [
             packing.steps_per_epoch(len(self._packs(epoch)), self.world, options.accumulation)
             for epoch in range(options.epochs)
         ]
-        self.total_steps = sum(per_epoch)
+        self.total_steps = sum(self.per_epoch)
+        self.ahead = 0  # steps that the run has done beyond those that this number of ranks takes for the same data
         model.lm_head.weight.requires_grad_(options.train_lm_head)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(
@@ -228,14 +192,16 @@ class Trainer:
         self.normalisers: list[torch.Tensor] | None = None  # of this rank's held-out packs
         self.checkpoint: str | None = None  # name of the latest
         self.good_checkpoint: str | None = None  # of the latest after which a step was good
+        self.baselines: dict[str, dict[str, Any]] | None = None  # reports of drafts that learned nothing
 
     def _packs(self, epoch: int) -> list[list[dict]]:
         budgets = self.options.max_tokens, self.options.max_rows
         return packing.epoch_packs(self.train_records, *budgets, self.options.seed, epoch, self.sample_cost)
 
     def _learning_rate_factor(self, step: int) -> float:
-        warmup = max(1, math.ceil(self.options.warmup_ratio * self.total_steps))
-        return schedule.factor(self.options.schedule, step, warmup, self.total_steps)
+        total = self.total_steps - self.ahead
+        warmup = max(1, math.ceil(self.options.warmup_ratio * total))
+        return schedule.factor(self.options.schedule, step - self.ahead, warmup, total)
 
     # ------------------------------------------------------------------------------------------- batches
 
@@ -330,6 +296,9 @@ class Trainer:
             if self.rank == 0:
                 record = stack.enter_context(Record(self.output, self.step))
                 bar = stack.enter_context(terminal.progress(self.total_steps, "step", "training", self.step))
+            if self.held_out and self.baselines is None and not self._take_baselines(stop, record):
+                self._save()
+                return stop.signal or signal.SIGTERM
             while self.epoch < self.options.epochs:
                 if self._epoch(stop, record, bar):
                     self._save()
@@ -396,6 +365,19 @@ class Trainer:
             bar.set_postfix(throughput.shown(float(loss[0]), self.last_report, speed))
         return bool(asked)
 
+    def _take_baselines(self, stop: StopRequested, record: Record | None) -> bool:
+        """Figures of the draft before its first step and of one that says one token; False if a stop was asked for."""
+        untrained = self.evaluate(self.model, stop)
+        if untrained is None:
+            return False
+        places, steps = self.target_to_draft.cpu(), self.options.ttt_steps
+        constant = baselines.most_frequent_token(self.hidden_states, self.held_out, places, steps)
+        self.baselines = {"untrained": untrained, "most_frequent_token": constant}
+        if record:
+            for name, report in self.baselines.items():
+                record.add(name, 0, report)
+        return True
+
     @torch.no_grad()
     def evaluate(self, model: DraftModel, stop: StopRequested | None = None) -> dict[str, Any] | None:
         """Loss, accuracy and walk tau of `model` on the held-out conversations, always with served supervision.
@@ -433,53 +415,53 @@ class Trainer:
                 best.write(self.best_file, self.model, self.best)
 
     def _save(self) -> None:
-        """Write a checkpoint; `latest` points to it only once it is whole and on disk. The one before it stays too."""
-        folder = self.output / "checkpoints"
-        state = {"step": self.step, "epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
+        """Write a checkpoint; the one before it stays too."""
+        state = {"step": self.step, "epoch": self.epoch, "step_in_epoch": self.step_in_epoch, "world": self.world}
         state |= {"last_report": self.last_report, "total_steps": self.total_steps, "guard": self.guard.state()}
+        state["baselines"] = self.baselines
         # the end of an epoch is told from its last step, for a checkpoint in use is never written over
         tag = f"step{self.step:08d}" + ("" if self.step_in_epoch else f"-epoch{self.epoch}")
         if tag == self.checkpoint:  # stopped before anything was done
             return
-        if self.rank == 0:
-            shutil.rmtree(folder / tag, ignore_errors=True)  # half written by a killed run
-        barrier()
-        with artifacts.writing(folder / tag):
-            self.engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
-        barrier()  # every rank's part is written
-        if self.rank == 0:
-            for path in (*(folder / tag).iterdir(), folder / tag):
-                artifacts.sync_folder(path)  # a file as well
-            with artifacts.atomic_file(folder / "latest", "w") as file:
-                file.write(tag)
-            for old in folder.glob("step*"):  # half written ones of killed runs may have later names
-                if old.name not in (tag, self.checkpoint):
-                    shutil.rmtree(old)
+        checkpoints.write(self.engine, self.output / "checkpoints", tag, state, self.checkpoint)
         self.checkpoint = tag
 
     def resume(self) -> bool:
         """Continue from the latest checkpoint of the output directory; False when there is none."""
-        folder = self.output / "checkpoints"
-        if not (folder / "latest").exists():
+        loaded = checkpoints.load(self.engine, self.output / "checkpoints")
+        if loaded is None:
             return False
-        tag = (folder / "latest").read_text().strip()
-        try:
-            path, state = self.engine.load_checkpoint(str(folder), tag=tag)
-        except Exception as error:
-            raise UserError(
-                f"checkpoint {folder / tag} does not load ({str(error).splitlines()[0] if str(error) else error!r}); "
-                f"write an earlier one's name into {folder / 'latest'}: "
-                f"{', '.join(p.name for p in sorted(folder.glob('step*'))) or 'none there'}"
-            ) from error
-        if path is None:
-            raise UserError(f"checkpoint {folder / tag} is incomplete; write an earlier one's name into latest")
+        self.checkpoint, state = loaded
         self.step, self.epoch, self.step_in_epoch = state["step"], state["epoch"], state["step_in_epoch"]
-        self.last_report, self.checkpoint = state["last_report"], tag
+        self.last_report, self.baselines = state["last_report"], state["baselines"]
         self.guard.restore(state["guard"])
         self.best = best.read(self.best_file)
-        if self.rank == 0 and state["total_steps"] != self.total_steps:
+        if state["world"] != self.world:
+            self._continue_others(state["world"])
+        self.ahead = self.step - sum(self.per_epoch[: self.epoch]) - self.step_in_epoch
+        self.total_steps += self.ahead
+        if state["world"] != self.world:
+            self.schedule.last_epoch = self.step - 1
+            self.schedule.step()  # the rate of the next step, by the new plan
+        elif self.rank == 0 and state["total_steps"] != self.total_steps:
             terminal.warn(
                 f"the run had {state['total_steps']} steps, now it has {self.total_steps}: "
                 "the learning rate follows the new plan"
             )
         return True
+
+    def _continue_others(self, world: int) -> None:
+        """Find the place in the epoch where the steps of `world` ranks have come to, in steps of the present ranks."""
+        packs, count, again = len(self._packs(self.epoch)), self.world * self.options.accumulation, 0
+        done = min(self.step_in_epoch * world * self.options.accumulation, packs)
+        if done == packs:
+            self.step_in_epoch = packing.steps_per_epoch(packs, self.world, self.options.accumulation)
+        else:
+            self.step_in_epoch, again = divmod(done, count)
+        if self.rank == 0:
+            terminal.warn(
+                f"the checkpoint is of {world} rank{'s' if world > 1 else ''}, now there "
+                f"{'are' if self.world > 1 else 'is'} {self.world}: weights, optimizer state and the course of the "
+                f"learning rate continue as they were; a step now has {count} packs instead of "
+                f"{world * self.options.accumulation}, and {again} packs of this epoch are trained on a second time"
+            )
