@@ -206,7 +206,9 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     stack.enter_context(checkpoints.output_lock(arguments.output_dir))
     fingerprint = {"target": target.config_hash, **inputs.fingerprint, "val_fraction": arguments.val_fraction}
     fingerprint["draft"] = artifacts.digest(dataclasses.asdict(config))
-    fingerprint |= {key: value for key, value in dataclasses.asdict(options).items() if key != "epochs"}
+    fingerprint |= {
+        key: value for key, value in dataclasses.asdict(options).items() if key not in ("epochs", "accumulation")
+    }
     checkpoints.claim_output(arguments.output_dir, fingerprint)
     if rank == 0:
         weights = sum(parameter.numel() for parameter in model.parameters())
@@ -266,12 +268,15 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
             fingerprint,
             complete=True,
             epochs=options.epochs,
+            accumulation=options.accumulation,
+            ranks=world,
             steps=trainer.step,
             skipped_steps=trainer.guard.skipped,
             exported=in_short(kept),
             last=in_short(last),
             longest_sample=longest,
             held_out=[record["index"] for record in held_out],
+            baselines=trainer.baselines,
             report=report,
         )
         rows = {"export": export, "optimizer steps": f"{trainer.step}, {trainer.guard.skipped} of them skipped"}
@@ -287,6 +292,8 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
         if report:
             rows |= {
                 f"tau, {options.ttt_steps} drafts": f"{report['tau']} (walk) from {report['walk_starts']} starts",
+                "beside it": f"{trainer.baselines['untrained']['tau']} by the draft before its first step, "
+                f"{trainer.baselines['most_frequent_token']['tau']} by one that always says the most frequent token",
                 "tau by drafts": f"{report['tau_by_drafts']} for 1 to {options.ttt_steps}",
                 "if sampled": f"{report['tau_sampled_estimate_by_drafts']} expected at temperature 1, an estimate",
                 "plain mean": f"{report['tau_plain_mean']} (not what a server counts)",

@@ -25,7 +25,9 @@ ZERO = {str(stage): {"zero_optimization": {"stage": stage}} for stage in (0, 1, 
 ZERO["2-offload"] = OFFLOAD | {"zero_force_ds_cpu_optimizer": False}
 
 
-def trainer(model: Path, states: Path, dtype: str, zero: str) -> loop.Trainer:
+def trainer(
+    model: Path, states: Path, dtype: str, zero: str, output: Path = Path("unused"), accumulation: int = ACCUMULATION
+) -> loop.Trainer:
     target = open_target(str(model), weights=True)
     opened = inputs.open_inputs(target, states / "hidden_states", states / "vocab_map")
     ids, precision, device = draft_to_target(opened.d2t), getattr(torch, dtype), loop.device()
@@ -36,12 +38,12 @@ def trainer(model: Path, states: Path, dtype: str, zero: str) -> loop.Trainer:
     options = loop.TrainOptions(
         **dict.fromkeys(loop.TrainOptions.__dataclass_fields__)
         | {"epochs": 3, "learning_rate": 1e-2, "warmup_ratio": 0.0, "weight_decay": 0.1, "clip": 0.5, "max_tokens": 60}
-        | {"max_rows": 60, "accumulation": ACCUMULATION, "ttt_steps": 2, "step_decay": 1.0, "loss": "kl", "seed": 0}
+        | {"max_rows": 60, "accumulation": accumulation, "ttt_steps": 2, "step_decay": 1.0, "loss": "kl", "seed": 0}
         | {"loss_norm": "per-step", "supervision": "served", "train_lm_head": True, "dtype": dtype}
         | {"schedule": "cosine"}
     )
     places = target_to_draft(opened.d2t, target.vocab_size)
-    arguments = ZERO[zero], opened.directory, Path("unused"), opened.records, [], places, 100
+    arguments = ZERO[zero], opened.directory, output, opened.records, [], places, 100
     return loop.Trainer(draft.to(precision), head, None, options, *arguments)
 
 

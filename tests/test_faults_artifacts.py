@@ -20,7 +20,7 @@ from eagle3.capture import engines, extract
 from eagle3.model_files import tokenizer_hash
 from eagle3.target import load_tokenizer, open_target
 from eagle3.terminal import UserError
-from eagle3.training import inputs, loop
+from eagle3.training import checkpoints, inputs
 from eagle3.vocab_map import write_vocab_map
 
 

