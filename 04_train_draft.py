@@ -72,7 +72,10 @@ def parse() -> argparse.Namespace:
         help="which starts count at a step: as a server drafts, or as speculators 0.9 (README)",
     )
     parser.add_argument(
-        "--lm-head", choices=("trained", "frozen"), default="trained", help="both start at the target's rows"
+        "--lm-head",
+        choices=("trained", "frozen"),
+        default="trained",
+        help="both start at the target's rows, or those of --init-from",
     )
     parser.add_argument(
         "--activation-checkpointing", action="store_true", help="compute each TTT step again in backward: less memory"
@@ -91,6 +94,11 @@ def parse() -> argparse.Namespace:
         "--draft-config",
         type=Path,
         help="JSON that states the draft's shape, as configs/drafts/*.json (default: derived from the target)",
+    )
+    parser.add_argument(
+        "--init-from",
+        metavar="DRAFT",
+        help="start from a published draft or an own export, a directory or hub name (default: random weights)",
     )
     parser.add_argument("--fc-norm", action="store_true", help="EAGLE-3.1: norm each aux layer's states before fc")
     parser.add_argument(
@@ -153,14 +161,22 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     )
     from eagle3.model_card import model_card
     from eagle3.target import TargetHead, open_target, read_embedding
-    from eagle3.training import best, checkpoints, loop, packing
+    from eagle3.training import best, checkpoints, loop, packing, warm_start
     from eagle3.training import inputs as training_inputs
     from eagle3.validate import require_servable
 
     # ------------------------------------------------------------------------------------------------- inputs
     target = open_target(arguments.model_path, weights=True)
     inputs = training_inputs.open_inputs(target, arguments.hidden_states_dir, arguments.vocab_map_dir)
-    stated = read_draft_config(arguments.draft_config) if arguments.draft_config else None
+    stated = read_draft_config(arguments.draft_config) if arguments.draft_config else {}
+    source = warm_start.open_source(arguments.init_from, target) if arguments.init_from else None
+    if source:
+        stated = warm_start.stated_shape(source, stated)
+    norms = [key for key in NORM_KEYS if getattr(arguments, key)]
+    ids = draft_to_target(inputs.d2t)  # [D]
+    config = derive(target, ids.numel(), inputs.aux_layers, stated, norms)
+    if source:
+        warm_start.require_fit(source, config)
     deepspeed_config = training_inputs.read_deepspeed_config(arguments.deepspeed_config)
     train, held_out = packing.hold_out(inputs.planned, arguments.val_fraction, arguments.seed)
     held_out = list(filter(packing.is_whole, held_out))
@@ -193,19 +209,17 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
         dtype=automatic if arguments.dtype == "auto" else arguments.dtype,
         seed=arguments.seed,
     )
-    ids = draft_to_target(inputs.d2t)  # [D]
     head = TargetHead(target, getattr(torch, options.dtype), device, rows=ids)
-    norms = [key for key in NORM_KEYS if getattr(arguments, key)]
-    config = derive(target, ids.numel(), inputs.aux_layers, stated, norms)
     described = config_json(config, target)  # refuses before hours of training what no server would take
     model = DraftModel(config)
     model.recompute = arguments.activation_checkpointing
     model.initialise(read_embedding(target), head.weight, options.seed)
+    started_from, init_from = warm_start.start(model, source, ids) if source else (None, None)
     model.to(getattr(torch, options.dtype))  # DeepSpeed would cast the weights, and leave the embedding as it is
 
     stack.enter_context(checkpoints.output_lock(arguments.output_dir))
     fingerprint = {"target": target.config_hash, **inputs.fingerprint, "val_fraction": arguments.val_fraction}
-    fingerprint["draft"] = artifacts.digest(dataclasses.asdict(config))
+    fingerprint |= {"draft": artifacts.digest(dataclasses.asdict(config)), "init_from": init_from}
     fingerprint |= {
         key: value for key, value in dataclasses.asdict(options).items() if key not in ("epochs", "accumulation")
     }
@@ -218,6 +232,8 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
             f"{sum(map(packing.is_whole, train))} samples to train on, {len(held_out)} held out; "
             f"{world} rank{'s' if world > 1 else ''} on {device.type}, {options.dtype}"
         )
+        if started_from:
+            terminal.say(started_from)
 
     # ---------------------------------------------------------------------------------------------- train
     trainer = loop.Trainer(

@@ -111,7 +111,8 @@ def open_target(model_path: str, *, weights: bool = False) -> Target:
 
     Raises UserError with the path and what to do when it is not a model.
     """
-    directory = _local_directory(model_path, weights)
+    small = ["*.json", "*.jinja", "*.py", "tokenizer*", "*.model", "*.txt"]
+    directory = local_directory(model_path, "--model-path", None if weights else small)
     raw = read_json(directory / "config.json")
     if raw is None:
         raise UserError(
@@ -152,22 +153,25 @@ def _with_defaults(text: dict[str, Any]) -> dict[str, Any]:
         return text
 
 
-def _local_directory(model_path: str, weights: bool) -> Path:
-    if os.path.isdir(model_path):
-        return Path(model_path).resolve()
-    if os.path.isfile(model_path):
-        raise UserError(f"--model-path {model_path} is a file; give the directory of the model")
-    if model_path.startswith((".", "/", "~")) or model_path.count("/") != 1:
-        raise UserError(f"--model-path {model_path}: no such directory; give a model directory or a hub name")
+def local_directory(name: str, flag: str, patterns: list[str] | None) -> Path:
+    """A local directory, or that of a hub name, whose files (all, or those of `patterns`) are fetched into its cache.
+
+    Raises UserError naming `flag`.
+    """
+    if os.path.isdir(name):
+        return Path(name).resolve()
+    if os.path.isfile(name):
+        raise UserError(f"{flag} {name} is a file; give the directory of the model")
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UserError(f"{flag} {name}: no such directory; give a model directory or a hub name")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    small = ["*.json", "*.jinja", "*.py", "tokenizer*", "*.model", "*.txt"]
     try:
-        return Path(snapshot_download(model_path, allow_patterns=None if weights else small))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise UserError(
-            f"--model-path {model_path}: no such directory, and the hub did not give it ({short(error)}); "
+            f"{flag} {name}: no such directory, and the hub did not give it ({short(error)}); "
             "give a local model directory"
         ) from error
 

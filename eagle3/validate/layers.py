@@ -4,6 +4,7 @@ Ids here are vLLM's (id i is what enters layer i) but for those inside eagle_con
 """
 
 from eagle3.export import SGLANG_UNSHIFTED
+from eagle3.target import Target
 from eagle3.validate.check import Check
 from eagle3.validate.stored import IDS
 
@@ -13,10 +14,7 @@ def layer_ids(check: Check) -> None:
     top, nested = check.config.get(IDS), check.eagle.get(IDS)
     unshifted = target.model_type in SGLANG_UNSHIFTED
     default = [2, target.num_layers // 2, target.num_layers - 3]  # of both servers, where they find no ids
-    captured = None  # by SGLang
-    if nested:
-        # srt/models/llama.py and others add one; srt/models/deepseek_v2.py only if the first is 1
-        captured = list(nested) if unshifted and nested[0] != 1 else [layer + 1 for layer in nested]
+    captured = captured_by_sglang(nested, target) if nested else None
     sound = [_sound(check, IDS, top), _sound(check, f"what SGLang makes of eagle_config's {nested}", captured)]
     if not all(sound):
         return
@@ -61,6 +59,13 @@ def layer_ids(check: Check) -> None:
         )
         check.warning("layer-ids-convention", text)
     _count(check, top or captured)
+
+
+def captured_by_sglang(nested: list[int], target: Target) -> list[int]:
+    """The layers that SGLang makes of the ids inside eagle_config."""
+    # srt/models/llama.py and others add one; srt/models/deepseek_v2.py only if the first is 1
+    unshifted = target.model_type in SGLANG_UNSHIFTED and nested[0] != 1
+    return list(nested) if unshifted else [layer + 1 for layer in nested]
 
 
 def _sound(check: Check, name: str, ids: list[int] | None) -> bool:
