@@ -45,6 +45,13 @@ OWN_ARGUMENTS = {
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", help="target: model directory or hub name, as for stage 01")
+    parser.add_argument(
+        "--tensor",
+        action="append",
+        default=[],
+        metavar="ROLE=NAME",
+        help="the target's embed_tokens, norm or lm_head in its weight files, where its name cannot be guessed",
+    )
     parser.add_argument("--prepared-dir", type=Path, help="output directory of stage 01")
     parser.add_argument("--output-dir", type=Path, required=True, help="where the hidden states go")
     parser.add_argument(
@@ -137,7 +144,7 @@ def main() -> int:
     from eagle3.capture.interface import EngineSettings
     from eagle3.capture.run import Limits
     from eagle3.states import Layout
-    from eagle3.target import open_target, parse_aux_layers, require_trust
+    from eagle3.target import open_target, parse_aux_layers, parse_tensor_names, require_trust
 
     if arguments.merge:
         shards.merge(arguments.output_dir)
@@ -166,7 +173,7 @@ def main() -> int:
     target = open_target(arguments.model_path)  # without weights, which may have to be fetched
     require_trust(target, arguments.trust_remote_code)
     preflight.require_target_packages(engines.choose(arguments.engine)[0], target, arguments.trust_remote_code)
-    target = open_target(arguments.model_path, weights=True)
+    target = open_target(arguments.model_path, weights=True, tensor_names=parse_tensor_names(arguments.tensor))
     dtype = "bfloat16" if arguments.dtype == "auto" else arguments.dtype
     layout = Layout(
         layers=(*parse_aux_layers(arguments.aux_layers, target.num_layers), target.num_layers),

@@ -27,8 +27,17 @@ from eagle3.training.schedule import SCHEDULES
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model-path", required=True, help="target: model directory or hub name")
+    parser.add_argument(
+        "--tensor",
+        action="append",
+        default=[],
+        metavar="ROLE=NAME",
+        help="the target's embed_tokens, norm or lm_head in its weight files, where its name cannot be guessed",
+    )
     parser.add_argument("--hidden-states-dir", type=Path, required=True, help="output of stage 02")
     parser.add_argument("--vocab-map-dir", type=Path, required=True, help="output of stage 03")
     parser.add_argument("--output-dir", type=Path, required=True)
@@ -160,13 +169,13 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
         write_export,
     )
     from eagle3.model_card import model_card
-    from eagle3.target import TargetHead, open_target, read_embedding
-    from eagle3.training import best, checkpoints, loop, packing, warm_start
+    from eagle3.target import TargetHead, open_target, parse_tensor_names, read_embedding
+    from eagle3.training import best, checkpoints, engine, loop, packing, warm_start
     from eagle3.training import inputs as training_inputs
     from eagle3.validate import require_servable
 
     # ------------------------------------------------------------------------------------------------- inputs
-    target = open_target(arguments.model_path, weights=True)
+    target = open_target(arguments.model_path, weights=True, tensor_names=parse_tensor_names(arguments.tensor))
     inputs = training_inputs.open_inputs(target, arguments.hidden_states_dir, arguments.vocab_map_dir)
     stated = read_draft_config(arguments.draft_config) if arguments.draft_config else {}
     source = warm_start.open_source(arguments.init_from, target) if arguments.init_from else None
@@ -187,8 +196,8 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
         return 0
 
     # ---------------------------------------------------------------------------------------------- the draft
-    rank, world = stack.enter_context(loop.distributed())
-    device = loop.device()
+    rank, world = stack.enter_context(engine.distributed())
+    device = engine.device()
     automatic = "bfloat16" if device.type == "cuda" else "float32"
     options = loop.TrainOptions(
         epochs=arguments.epochs,
@@ -220,6 +229,7 @@ def run_stage(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int
     stack.enter_context(checkpoints.output_lock(arguments.output_dir))
     fingerprint = {"target": target.config_hash, **inputs.fingerprint, "val_fraction": arguments.val_fraction}
     fingerprint |= {"draft": artifacts.digest(dataclasses.asdict(config)), "init_from": init_from}
+    fingerprint["tensors"] = target.tensor_names or None
     fingerprint |= {
         key: value for key, value in dataclasses.asdict(options).items() if key not in ("epochs", "accumulation")
     }

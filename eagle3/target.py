@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,9 @@ NEEDED_KEYS = (
 )
 
 
+ROLES = ("embed_tokens", "norm", "lm_head")  # the three tensors that the stages read
+
+
 @dataclass(frozen=True)
 class Target:
     """One target model directory and the facts the stages need. `config` is the text model's part of config.json."""
@@ -58,6 +61,7 @@ class Target:
     config: dict[str, Any]
     end_ids: tuple[int, ...]  # every id that ends a generation, ascending
     config_hash: str
+    tensor_names: dict[str, str] = field(default_factory=dict)  # of ROLES, where they cannot be told from the files
 
     @property
     def model_type(self) -> str:
@@ -106,10 +110,19 @@ class Target:
         return value
 
 
-def open_target(model_path: str, *, weights: bool = False) -> Target:
+def parse_tensor_names(given: list[str]) -> dict[str, str]:
+    """`--tensor ROLE=NAME` as a dict. Raises UserError for another form or role."""
+    names = dict(text.partition("=")[::2] for text in given)
+    if wrong := [text for text in given if text.partition("=")[0] not in ROLES or not text.partition("=")[2]]:
+        raise UserError(f"--tensor {wrong[0]}: expected one of {', '.join(f'{role}=NAME' for role in ROLES)}")
+    return names
+
+
+def open_target(model_path: str, *, weights: bool = False, tensor_names: dict[str, str] | None = None) -> Target:
     """Open a local model directory or a hub name (downloaded to the hub cache; weights only when asked for).
 
-    Raises UserError with the path and what to do when it is not a model.
+    tensor_names: of ROLES, for a model that names them in its own way. Raises UserError with the path and what to do
+    when it is not a model.
     """
     small = ["*.json", "*.jinja", "*.py", "tokenizer*", "*.model", "*.txt"]
     directory = local_directory(model_path, "--model-path", None if weights else small)
@@ -136,7 +149,7 @@ def open_target(model_path: str, *, weights: bool = False) -> Target:
         ends.update([value] if isinstance(value, int) else value or [])
     digest = hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:16]
     name = str(directory) if os.path.isdir(model_path) else model_path
-    target = Target(name, directory, text, tuple(sorted(ends)), digest)
+    target = Target(name, directory, text, tuple(sorted(ends)), digest, tensor_names or {})
     _ = target.hidden_size, target.num_layers, target.vocab_size  # each raises where the config lacks it
     return target
 
@@ -297,6 +310,12 @@ def _named(names: Iterable[str], wanted: str) -> list[str]:
 
 def _find_tensor(target: Target, wanted: str, *, prefix: str | None = None, note: str = "") -> tuple[str, Path]:
     """Name and file of the one tensor `wanted` outside the layers, with this prefix or any."""
+    role = wanted.removesuffix(".weight")
+    if stated := target.tensor_names.get(role):
+        files = model_files.weight_files(target.directory)
+        if stated not in files:
+            raise UserError(f"--tensor {role}={stated}: {target.directory} has no tensor of that name")
+        return stated, files[stated]
     files = _files_outside_layers(target)
     if prefix is None:
         names = _named(files, wanted)
@@ -307,7 +326,7 @@ def _find_tensor(target: Target, wanted: str, *, prefix: str | None = None, note
         looked_for = ("..." if prefix is None else prefix) + wanted
         raise UserError(
             f"{target.directory}: {len(names)} tensors {looked_for}, expected one{note}; "
-            f"candidates: {', '.join(found[:8]) or 'none'}"
+            f"candidates: {', '.join(found[:8]) or 'none'}; name it with --tensor {role}=NAME (stages 02 and 04)"
         )
     return names[0], files[names[0]]
 
@@ -352,7 +371,8 @@ def read_lm_head(target: Target) -> torch.Tensor:
     A config may tie what the checkpoint holds apart (fine-tuned heads). transformers 5 and vLLM 0.32 then run the
     checkpoint's lm_head. Raises UserError when there is none and the config does not tie.
     """
-    if target.tied_embeddings and not _named(_files_outside_layers(target), "lm_head.weight"):
+    stated = "lm_head" in target.tensor_names
+    if target.tied_embeddings and not stated and not _named(_files_outside_layers(target), "lm_head.weight"):
         return read_embedding(target)
     name, path = _find_tensor(target, "lm_head.weight", note=" (config.json does not tie it to the embedding)")
     return _read_tensor(target, name, path, (target.vocab_size, target.hidden_size))
@@ -361,7 +381,8 @@ def read_lm_head(target: Target) -> torch.Tensor:
 def read_final_norm(target: Target) -> torch.Tensor:
     """Weight of the final RMSNorm, [H], beside the embedding; as stored, without the 1 that NORMS_PLUS_ONE add."""
     embedding, _ = _find_tensor(target, "embed_tokens.weight")
-    name, path = _find_tensor(target, "norm.weight", prefix=embedding.removesuffix("embed_tokens.weight"))
+    prefix, found, _ = embedding.rpartition("embed_tokens.weight")
+    name, path = _find_tensor(target, "norm.weight", prefix=prefix if found else None)
     return _read_tensor(target, name, path, (target.hidden_size,))
 
 

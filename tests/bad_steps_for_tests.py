@@ -16,7 +16,7 @@ from eagle3.draft.config import derive
 from eagle3.draft.model import Batch, DraftModel
 from eagle3.export import draft_to_target, target_to_draft
 from eagle3.target import TargetHead, open_target, read_embedding
-from eagle3.training import inputs, loop
+from eagle3.training import engine, inputs, loop
 
 ACCUMULATION = 2
 PRECISIONS = ("float32", "bfloat16")
@@ -30,7 +30,7 @@ def trainer(
 ) -> loop.Trainer:
     target = open_target(str(model), weights=True)
     opened = inputs.open_inputs(target, states / "hidden_states", states / "vocab_map")
-    ids, precision, device = draft_to_target(opened.d2t), getattr(torch, dtype), loop.device()
+    ids, precision, device = draft_to_target(opened.d2t), getattr(torch, dtype), engine.device()
     config = derive(target, ids.numel(), opened.aux_layers, None, [])
     head = TargetHead(target, precision, device, rows=ids)
     draft = DraftModel(config)
@@ -97,7 +97,7 @@ def run(model: Path, states: Path, dtype: str, zero: str, fault: str) -> dict:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with loop.distributed() as (rank, world):
+    with engine.distributed() as (rank, world):
         stages = ZERO if world == 1 else ("0", "2")
         cases = [(dtype, zero, fault) for dtype in PRECISIONS for zero in stages for fault in ("loss", "norm")]
         results = {" ".join(map(str, case)): run(Path(sys.argv[1]), Path(sys.argv[2]), *case) for case in cases}

@@ -272,10 +272,11 @@ def test_missing_and_ambiguous_names_list_the_candidates(tmp_path):
         read_embedding(open_target(str(twice)))
     assert str(ambiguous.value) == (
         f"{twice}: 2 tensors ...embed_tokens.weight, expected one; "
-        "candidates: model.embed_tokens.weight, audio.embed_tokens.weight"
+        "candidates: model.embed_tokens.weight, audio.embed_tokens.weight; "
+        "name it with --tensor embed_tokens=NAME (stages 02 and 04)"
     )
     bare = write_names(tmp_path / "bare", {**embedding, "model.final_norm.weight": torch.rand(4)})
-    with pytest.raises(UserError, match=r"0 tensors model.norm.weight, expected one; .*model.final_norm.weight$"):
+    with pytest.raises(UserError, match=r"0 tensors model.norm.weight, expected one; .*model.final_norm.weight;"):
         read_final_norm(open_target(str(bare)))
     headless = write_names(tmp_path / "headless", embedding | norm, tie_word_embeddings=False)
     with pytest.raises(UserError, match=r"0 tensors ...lm_head.weight, expected one \(config.json does not tie it"):

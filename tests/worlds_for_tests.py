@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from bad_steps_for_tests import PRECISIONS
 
-from eagle3.training import loop
+from eagle3.training import engine, loop
 
 PACKS = 4
 CASES = [(dtype, zero) for dtype in PRECISIONS for zero in ("0", "1", "2")]
@@ -67,7 +67,7 @@ def run(model: Path, states: Path, output: Path, dtype: str, zero: str) -> dict:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     model, states, out, name = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-    with loop.distributed() as (rank, _):
+    with engine.distributed() as (rank, _):
         for dtype, zero in CASES:
             result = run(model, states, out / f"{dtype} {zero}", dtype, zero)
             if rank == 0:

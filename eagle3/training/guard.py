@@ -31,13 +31,16 @@ class StepGuard:
     norms move fast. FACTOR is wide on purpose: healthy batches differ by a few times, and clipping bounds what a large
     gradient does, so only what no healthy batch gives is left out. Bad steps do not enter the median.
 
+    A step without a supervised row, whose zero gradient would still let Adam's momentum move the weights, is left out
+    too, and is no sign of trouble.
+
     All ranks judge alike without asking each other: loss and norm are sums over all of them.
     """
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
         """`engine`: DeepSpeed's, ZeRO 0 to 2, made with `optimizer` and `schedule`."""
         self._engine, self._optimizer, self._schedule = engine, optimizer, schedule
-        self._loss_finite = True
+        self._loss_finite = self._supervised = True
         self._plain_norm: float | None = None
         # DeepSpeed has no way to discard accumulated gradients. It calls the optimizer once they are reduced, measured
         # and clipped, and cleans up after it.
@@ -48,11 +51,13 @@ class StepGuard:
         self.skipped = 0
         self.in_a_row = 0
 
-    def step(self, loss: torch.Tensor) -> Outcome:
-        """In place of engine.step() at the end of an accumulation; `loss` float [K] is that of all ranks.
+    def step(self, loss: torch.Tensor, supervised: bool = True) -> Outcome:
+        """In place of engine.step() at the end of an accumulation; `loss` float [K] is that of all ranks, `supervised`
+        whether any of them had a supervised row.
 
         The schedule moves on in a bad step too.
         """
+        self._supervised = supervised
         self._loss_finite = bool(torch.isfinite(loss).all())
         self._plain_norm = None
         if self._engine.optimizer is self._optimizer:  # float32 without ZeRO: DeepSpeed clips and tells no norm
@@ -68,11 +73,10 @@ class StepGuard:
         fault = self._fault(norm)
         if fault:
             self.skipped += 1
-            self.in_a_row += 1
+            self.in_a_row += supervised
         else:
             self.in_a_row = 0
-            if norm > 0:  # no row was supervised
-                self.norms.append(norm)
+            self.norms.append(norm)
         return Outcome(norm, fault)
 
     def _withhold(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -92,6 +96,8 @@ class StepGuard:
         return float(self._engine.optimizer._global_grad_norm if self._plain_norm is None else self._plain_norm)
 
     def _fault(self, norm: float) -> str | None:
+        if not self._supervised:
+            return "none of its rows is supervised"
         if not self._loss_finite:
             return "its loss is not finite"
         if not math.isfinite(norm):

@@ -23,6 +23,27 @@ OWN_DEEPSPEED_KEYS = (
     "optimizer",
     "scheduler",
 )
+# what else DeepSpeed 0.19 takes at the top level; it ignores a misspelt key without a word
+OTHER_DEEPSPEED_KEYS = (
+    "zero_optimization",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "aio",
+    "checkpoint",
+    "comms_logger",
+    "communication_data_type",
+    "data_types",
+    "disable_allgather",
+    "dump_state",
+    "flops_profiler",
+    "gradient_allreduce_op",
+    "gradient_predivide_factor",
+    "log_level",
+    "memory_breakdown",
+    "prescale_gradients",
+    "wall_clock_breakdown",
+)
+ZERO_STAGES = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -104,13 +125,21 @@ def _check_vocab_map(directory: Path, vocab: dict[str, torch.Tensor], draft_size
 
 
 def read_deepspeed_config(path: Path) -> dict[str, Any]:
-    """DeepSpeed's JSON. Raises UserError naming every key that a flag of stage 04 sets, or holding 'auto'."""
+    """DeepSpeed's JSON. Raises UserError naming every key that a flag of stage 04 sets, every unknown one, 'auto', and
+    a ZeRO stage other than 0, 1 and 2."""
     try:
         config = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"--deepspeed-config {path}: {error}") from error
     if twice := [key for key in OWN_DEEPSPEED_KEYS if key in config]:
         raise UserError(f"--deepspeed-config {path} sets {', '.join(twice)}; remove them, flags of stage 04 set these")
+    if unknown := [key for key in config if key not in OTHER_DEEPSPEED_KEYS]:
+        raise UserError(
+            f"--deepspeed-config {path} has unknown keys {', '.join(unknown)}; known: {', '.join(OTHER_DEEPSPEED_KEYS)}"
+        )
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage not in ZERO_STAGES:
+        raise UserError(f"--deepspeed-config {path}: ZeRO stage {stage}; a draft is trained with 0, 1 or 2")
     if '"auto"' in json.dumps(config):
         raise UserError(f'--deepspeed-config {path} holds "auto", which only the transformers trainer resolves')
     return config

@@ -1,7 +1,6 @@
 """The training loop under DeepSpeed: batches, one optimizer step, validation, checkpoints that resume."""
 
 import contextlib
-import logging
 import math
 import os
 import signal
@@ -21,12 +20,12 @@ from eagle3.draft.loss import Teacher, Text
 from eagle3.draft.model import Batch, DraftModel
 from eagle3.target import TargetHead
 from eagle3.terminal import UserError
-from eagle3.training import baselines, best, checkpoints, guard, packing, reading, schedule, throughput
+from eagle3.training import baselines, best, checkpoints, engine, guard, packing, reading, schedule, throughput
 from eagle3.training.estimate import sample_cost
 from eagle3.training.metrics import Acceptance, measure
 from eagle3.training.record import Record
 
-NORMALISED_AT_ONCE = 1024  # rows of logits over the whole vocabulary: 0.7 GB of float32 at 163,840 ids
+NORMALISED_AT_ONCE = 128  # rows of logits over the whole vocabulary: 84 MB of float32 at 163,840 ids
 
 
 @dataclass(frozen=True)
@@ -88,42 +87,6 @@ class StopRequested:
             os._exit(128 + number)
 
 
-@contextlib.contextmanager
-def distributed() -> Iterator[tuple[int, int]]:
-    """Join the ranks a launcher started (torchrun, deepspeed), or be the only one. Gives (rank, world)."""
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
-        os.environ.setdefault(name, value)
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it found no GPU
-    if os.environ["WORLD_SIZE"] == "1":
-        os.environ.setdefault("MASTER_PORT", "0")
-    import deepspeed
-
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # On CPU it would compile its own all-reduce with g++ at run time, for minutes; gloo needs nothing
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = "gloo"
-    if torch.cuda.is_available():
-        backend = "nccl"
-        torch.cuda.set_device(device())  # collectives of objects use the current device
-    deepspeed.init_distributed(dist_backend=backend, verbose=False)
-    try:
-        yield dist.get_rank(), dist.get_world_size()
-    except BaseException:
-        if dist.get_world_size() > 1:
-            raise  # the other ranks may be waiting in a collective: leaving the group in order would wait with them
-        dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
-
-
-def device() -> torch.device:
-    """This rank's device."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device("cpu")
-
-
 class Trainer:
     """One training run in one output directory."""
 
@@ -145,13 +108,11 @@ class Trainer:
         `train` (failed samples too) and `held_out` are index records of stage 02 in the directory `hidden_states`;
         `target_to_draft` int64 [V] gives -1 outside;
         a checkpoint is written every `save_every` optimizer steps and after each epoch."""
-        import deepspeed
-
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.options, self.head, self.whole_head = options, head, whole_head
-        self.output = output
+        self.output, self.hidden_states = output, hidden_states
         self.train_records, self.held_out, self.save_every = train, held_out, save_every
-        self.device = device()
+        self.device = engine.device()
         self.target_to_draft = target_to_draft.to(self.device)
         self.dtype = getattr(torch, options.dtype)
         self.source = reading.Source(hidden_states, model.config, options.ttt_steps, self.device)
@@ -164,28 +125,15 @@ class Trainer:
         self.total_steps = sum(self.per_epoch)
         self.ahead = 0  # steps done beyond those that take this number of packs a step to the same place
         model.lm_head.weight.requires_grad_(options.train_lm_head)
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(
-            trainable, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=options.weight_decay
-        )
-        learning_rates = torch.optim.lr_scheduler.LambdaLR(optimizer, self._learning_rate_factor)
-        self.engine, _, _, self.schedule = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            lr_scheduler=learning_rates,
-            config=deepspeed_config
-            | {
-                "train_micro_batch_size_per_gpu": 1,
-                "gradient_accumulation_steps": options.accumulation,
-                "gradient_clipping": options.clip,
-                "bf16": {"enabled": options.dtype == "bfloat16"},
-                "steps_per_print": 10**9,
-            },
-        )
-        for state in optimizer.state.values():  # bf16 without ZeRO: DeepSpeed has stepped to allocate it
-            state["step"].zero_()
+        settings = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
+        config = deepspeed_config | {
+            "gradient_accumulation_steps": options.accumulation,
+            "gradient_clipping": options.clip,
+            "bf16": {"enabled": options.dtype == "bfloat16"},
+        }
+        self.engine, optimizer, self.schedule = engine.start(model, config, self._learning_rate_factor, settings)
         self.model: DraftModel = self.engine.module
-        self.guard = guard.StepGuard(self.engine, optimizer, learning_rates)
+        self.guard = guard.StepGuard(self.engine, optimizer, self.schedule)
         self.step = 0  # optimizer steps done
         self.epoch = 0
         self.step_in_epoch = 0
@@ -266,7 +214,7 @@ class Trainer:
         if self.world > 1:
             dist.all_reduce(sums)
         loss = (sums[:steps] / rows.clamp(min=1)).cpu()
-        return loss, self.guard.step(loss), sums[steps:].nonzero()[:, 0].tolist(), int(counts[steps])
+        return loss, self.guard.step(loss, bool(rows.any())), sums[steps:].nonzero()[:, 0].tolist(), int(counts[steps])
 
     def _skipped(self, outcome: guard.Outcome, packs: list[list[dict]], record: Record | None) -> None:
         """Name a step that was left out, and the samples of `packs`. Raises UserError after too many in a row."""
