@@ -1,5 +1,6 @@
 """Artifacts of stages 02 and 03 in their real layout, with random states, for tests of stage 04."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -11,8 +12,18 @@ from eagle3.target import open_target
 AUX_LAYERS = [2, 4, 5]
 
 
-def write_states(directory: Path, model: Path, count: int = 12, draft_vocab_size: int = 64, seed: int = 0) -> None:
-    """hidden_states/ and vocab_map/ under `directory` for the target `model`; ids come from 100 frequent ones."""
+def write_states(
+    directory: Path,
+    model: Path,
+    count: int = 12,
+    draft_vocab_size: int = 64,
+    seed: int = 0,
+    unsupervised: Collection[int] = (),
+) -> None:
+    """hidden_states/ and vocab_map/ under `directory` for the target `model`; ids come from 100 frequent ones.
+
+    The samples `unsupervised` have no assistant token.
+    """
     target = open_target(str(model), weights=True)
     generator = torch.Generator().manual_seed(seed)
     states = directory / "hidden_states"
@@ -25,6 +36,8 @@ def write_states(directory: Path, model: Path, count: int = 12, draft_vocab_size
             mask = torch.zeros(tokens, dtype=torch.bool)
             mask[10:20] = True
             mask[25 : tokens - 1] = True
+            if number in unsupervised:
+                mask[:] = False
             hidden = target.hidden_size
             size = artifacts.save_tensors(
                 artifacts.sample_path(states, number),

@@ -85,6 +85,7 @@ def test_a_norm_is_judged_by_the_median_of_the_good_ones(engine: Engine) -> None
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_bad_from_the_first_step(engine: Engine, value: float) -> None:
+    """T23: nothing of it reaches the optimizer."""
     assert engine.take(1.0, loss=value) == ("its loss is not finite", False)
     assert engine.take(value) == ("its gradient is not finite", False)
     assert not engine.optimizer.state[engine.weight]  # no moment, no count of steps
@@ -92,6 +93,7 @@ def test_what_is_not_finite_is_bad_from_the_first_step(engine: Engine, value: fl
 
 
 def test_steps_without_a_supervised_row_do_not_lower_the_median(engine: Engine) -> None:
+    """T26: they are left out, for momentum would move the weights."""
     for _ in range(guard.FEWEST):
         assert engine.take(1.0) == (None, True)
         assert engine.take(0.0, loss=0.0, supervised=False) == ("none of its rows is supervised", False)
@@ -114,7 +116,7 @@ def test_a_checkpoint_keeps_what_the_guard_knows(engine: Engine) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_bad_step_is_as_if_its_batch_had_never_been(ranks: int, tiny_target: Path, states: Path) -> None:
-    """Weights, masters, moments and learning rate are bit by bit those of an engine that never saw the batch."""
+    """T23. Weights, masters, moments and learning rate are bit by bit those of an engine that never saw the batch."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks > 1 else []
     result = run([sys.executable, *launcher, REPOSITORY / "tests" / "bad_steps_for_tests.py", tiny_target, states])
     assert result.returncode == 0, result.stderr
@@ -178,9 +180,8 @@ def test_bad_steps_in_a_row_end_the_run_and_leave_the_last_good_checkpoint(
 ) -> None:
     """None is written amid them, nor at an epoch's end; one that no good step followed may be the cause of them."""
     output = tmp_path / "draft"
-    command = stage_04(
-        tiny_target, states, output, *FLAGS, "--epochs", 2
-    )  # 11 packs of one sample; the held-out one is read twice before
+    command = stage_04(tiny_target, states, output, *FLAGS, "--epochs", 2)  # 11 packs of one sample
+    # the held-out one is read twice before
     result = run_damaged(command, tmp_path / "program.py", "number == 3 or number > 6")
     (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert result.returncode == 1 and "Traceback" not in result.stderr

@@ -62,7 +62,9 @@ def exported_from(output: Path, epoch: int) -> bool:
 
 @pytest.mark.slow
 def test_the_best_is_exported_after_a_kill_too(tiny_target: Path, tmp_path: Path) -> None:
-    """Of taus 1.5, 2.5, 2.5 and 2 the third is the later of the best; the kill is between evaluation and checkpoint."""
+    """Of taus 1.5, 2.5, 2.5 and 2 the third is the later of the best; the kill is between evaluation and checkpoint.
+
+    T29: with nothing held out the last one is exported, which is said."""
     write_states(tmp_path, tiny_target)
     output = tmp_path / "draft"
     command = stage_04(tiny_target, tmp_path, output, *FLAGS, "--epochs", 4)

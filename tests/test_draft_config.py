@@ -4,10 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import REPOSITORY
+from rescore import inverse_frequencies
 from test_export import KIMI, LLAMA
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eagle3.draft.config import derive, read_draft_config
+from eagle3.draft.model import DraftModel
+from eagle3.export import config_json
 from eagle3.target import Target, open_target
 from eagle3.terminal import UserError
 
@@ -60,6 +66,7 @@ def target_of(config: dict) -> Target:
     ],
 )
 def test_derived_shape(config: dict, heads: int, kv_heads: int, head_dim: int, width: int, theta: float) -> None:
+    """T03: head_dim is the target's, hidden / heads only where it states none."""
     draft = derive(target_of(config), 320, [2, 18, 33])
     assert (draft.num_attention_heads, draft.num_key_value_heads, draft.head_dim) == (heads, kv_heads, head_dim)
     assert (draft.intermediate_size, draft.rope["rope_theta"]) == (width, theta)
@@ -68,7 +75,43 @@ def test_derived_shape(config: dict, heads: int, kv_heads: int, head_dim: int, w
     assert not {"mscale", "mscale_all_dim", "type"} & draft.rope.keys()
 
 
+ROPES = {
+    "default": None,
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+    "yarn": {"factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("theta", [1e6, 5e4])
+def test_training_and_export_turn_as_transformers_does(kind: str, theta: float) -> None:
+    """T39, T40, T41: theta and scaling of the target's config, in training and in what is exported; two of the kinds
+    are also computed here anew."""
+    scaling = {"rope_type": kind} | ROPES[kind] if ROPES[kind] else None
+    old = LLAMA | {"max_position_embeddings": 131072, "hidden_size": 64, "intermediate_size": 64}
+    old |= {"rope_parameters": None, "rope_theta": theta, "rope_scaling": scaling}
+    target = target_of(old)
+    config = derive(target, 320, [2, 18, 33])
+    trained, described = DraftModel(config)._rotary[0], config_json(config, target)
+    theirs = {key: old[key] for key in ("rope_theta", "rope_scaling", "head_dim", "max_position_embeddings")}
+    for wanted in (LlamaConfig(**theirs), LlamaConfig(**described)):
+        rotary = LlamaRotaryEmbedding(wanted)
+        assert torch.equal(trained.inv_freq, rotary.inv_freq) and trained.attention_scaling == rotary.attention_scaling
+    if kind in ("default", "yarn"):
+        frequencies, factor = inverse_frequencies(described)
+        torch.testing.assert_close(trained.inv_freq, frequencies)
+        assert trained.attention_scaling == pytest.approx(factor)
+    assert (described["rope_scaling"] or {}).get("factor") == (scaling or {}).get("factor")
+
+
 def test_nested_configs_give_the_text_model(tmp_path: Path) -> None:
+    """T08: sizes and rope are those of text_config."""
     whole = {"model_type": "some_vision_model", "architectures": ["Wrapper"], "hidden_size": 9, "text_config": QWEN3}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     target = open_target(str(tmp_path))
@@ -119,6 +162,7 @@ def test_a_file_for_another_run_is_refused(size: int, layers: list[int], line: s
     ],
 )
 def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, line: str) -> None:
+    """T44: a misspelt key is an error."""
     path = tmp_path / "draft.json"
     path.write_text(text)
     with pytest.raises(UserError, match=line):

@@ -71,6 +71,7 @@ def test_llama_ids_are_one_less_for_sglang_and_head_dim_is_the_targets() -> None
 
 
 def test_rope_is_read_in_every_form_and_unknown_types_are_refused() -> None:
+    """T41: an unknown type is refused."""
     assert rope_parameters({}) == {"rope_type": "default", "rope_theta": 10000.0}
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     old = rope_parameters({"rope_theta": 5e5, "rope_scaling": llama3})

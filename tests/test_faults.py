@@ -138,6 +138,7 @@ WEIGHT_FAULTS = [
 
 @pytest.mark.parametrize(("change", "line"), WEIGHT_FAULTS)
 def test_every_weight_file_is_looked_at(model: Path, change: Change, line: str) -> None:
+    """T09: a missing or damaged shard is named."""
     change(model)
     with pytest.raises(UserError, match=line):
         model_files.require_loadable(model, open_target(str(model)).vocab_size)
@@ -178,6 +179,7 @@ def test_headers_of_a_huge_model_are_read_in_a_moment(tmp_path: Path) -> None:
 
 
 def test_stage_04_needs_only_the_files_that_it_reads(model: Path) -> None:
+    """T09: a shard that was cut short is named."""
     target = open_target(str(model))
     index = json.loads((model / INDEX).read_text())
     index["weight_map"]["model.layers.7.other.weight"] = "model-00009.safetensors"
@@ -186,6 +188,15 @@ def test_stage_04_needs_only_the_files_that_it_reads(model: Path) -> None:
     os.truncate(model / index["weight_map"]["lm_head.weight"], 3_000_000)
     with pytest.raises(UserError, match=r"cannot read lm_head\.weight \(3,000,000 bytes, its header says .*fetch it"):
         read_lm_head(target)
+
+
+def test_a_tensor_that_the_index_forgot_is_reported(model: Path) -> None:
+    """T09: it is in a shard, but nothing says so."""
+    index = json.loads((model / INDEX).read_text())
+    del index["weight_map"]["model.embed_tokens.weight"]
+    (model / INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"0 tensors ...embed_tokens.weight, expected one; candidates: .*lm_head"):
+        read_embedding(open_target(str(model)))
 
 
 def test_an_architecture_that_transformers_does_not_know(model: Path, tmp_path: Path) -> None:
@@ -353,6 +364,7 @@ def test_a_states_sample_of_the_right_size_with_the_wrong_content(
 
 @pytest.mark.parametrize("damage", [*DAMAGES, "float", "outside", "int mask"])
 def test_a_damaged_vocabulary_map(tiny_target: Path, states: Path, damage: str) -> None:
+    """V04: no training without a map that is one."""
     path = states / "vocab_map" / "vocab_map.pt"
     if damage in DAMAGES:
         DAMAGES[damage](path)

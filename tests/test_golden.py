@@ -127,6 +127,7 @@ ROPES = {
 @pytest.mark.parametrize("norm_output", [False, True], ids=["residual", "norm_output"])
 @pytest.mark.parametrize("rope", ROPES)
 def test_loss_and_gradients_equal_speculators(rope: str, norm_output: bool, fc_norm: bool) -> None:
+    """T37: the head takes the normed state, the next step the raw one, or the normed one with norm_output."""
     torch.manual_seed(1)
     config = our_config(ROPES[rope], fc_norm=fc_norm, norm_output=norm_output)
     reference = reference_model(config)

@@ -20,7 +20,14 @@ from eagle3.capture import canary, transformers_engine
 from eagle3.capture.transformers_engine import TransformersEngine
 from eagle3.draft.config import derive
 from eagle3.export import config_json
-from eagle3.target import TargetHead, open_target, read_embedding, read_final_norm, read_lm_head
+from eagle3.target import (
+    TargetHead,
+    open_target,
+    parse_tensor_names,
+    read_embedding,
+    read_final_norm,
+    read_lm_head,
+)
 from eagle3.terminal import UserError
 
 HEAD, EMBEDDING = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
@@ -217,6 +224,7 @@ def tensors_of(directory: Path) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("fate", ["removed", "damaged"])
 def test_only_the_shard_with_embedding_norm_and_head_is_opened(tiny_kimi, tmp_path, fate):
+    """T09: a shard that cannot be read is named."""
     directory = shutil.copytree(tiny_kimi, tmp_path / "kimi")
     shards = sorted(directory.glob("model-*.safetensors"))
     assert len(shards) == 11
@@ -258,6 +266,7 @@ def write_names(directory: Path, names: dict[str, torch.Tensor], **config: objec
 
 @pytest.mark.parametrize("names", NAMES)
 def test_whatever_the_prefix(names, tmp_path):
+    """T05: found by itself."""
     decoder, head = NAMES[names]
     tensors = {f"{decoder}embed_tokens.weight": torch.rand(8, 4), f"{decoder}norm.weight": torch.rand(4)}
     tensors |= {f"{head}lm_head.weight": torch.rand(8, 4), "vision_tower.norm.weight": torch.rand(7)}
@@ -266,6 +275,7 @@ def test_whatever_the_prefix(names, tmp_path):
 
 
 def test_missing_and_ambiguous_names_list_the_candidates(tmp_path):
+    """T05, T06: and the flag that names one."""
     embedding, norm = {"model.embed_tokens.weight": torch.rand(8, 4)}, {"model.norm.weight": torch.rand(4)}
     twice = write_names(tmp_path / "twice", {**embedding, "audio.embed_tokens.weight": torch.rand(8, 4)})
     with pytest.raises(UserError) as ambiguous:
@@ -283,6 +293,24 @@ def test_missing_and_ambiguous_names_list_the_candidates(tmp_path):
         read_lm_head(open_target(str(headless)))
 
 
+def test_names_that_cannot_be_guessed_are_stated(tmp_path):
+    """T06: for a backbone that names its embedding and norm in its own way."""
+    tensors = {"backbone.embeddings.weight": torch.rand(8, 4), "backbone.norm_f.weight": torch.rand(4)}
+    directory = write_names(tmp_path / "target", tensors, tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"candidates: backbone.embeddings.weight, backbone.norm_f.weight; name it"):
+        read_embedding(open_target(str(directory)))
+    names = parse_tensor_names(["embed_tokens=backbone.embeddings.weight", "norm=backbone.norm_f.weight"])
+    target = open_target(str(directory), tensor_names=names)
+    embedding, norm = tensors.values()
+    assert torch.equal(read_embedding(target), embedding) and torch.equal(read_final_norm(target), norm)
+    assert torch.equal(read_lm_head(target), embedding)
+    with pytest.raises(UserError, match=r"--tensor lm_head=nowhere: .* has no tensor of that name"):
+        read_lm_head(open_target(str(directory), tensor_names={"lm_head": "nowhere"}))
+    for text in ("head=x", "norm", "norm="):
+        with pytest.raises(UserError, match=f"--tensor {text}: expected one of embed_tokens=NAME, norm=NAME, lm_head="):
+            parse_tensor_names([text])
+
+
 @pytest.mark.parametrize(
     ("top", "text", "tied"),
     [
@@ -295,6 +323,7 @@ def test_missing_and_ambiguous_names_list_the_candidates(tmp_path):
     ],
 )
 def test_the_head_is_the_checkpoint_s_own_or_what_the_config_ties(tmp_path, top, text, tied):
+    """T08: the flag may sit in text_config alone."""
     tensors = {EMBEDDING: torch.rand(8, 4), HEAD: torch.rand(8, 4)}
     shape = {"model_type": "kimi_k2", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 2}
     config = {"model_type": "kimi_k25", "text_config": shape | text, **top}

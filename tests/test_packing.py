@@ -58,6 +58,7 @@ def chats(count: int) -> list[dict]:
 def test_every_sample_is_seen_once_an_epoch_whatever_the_ranks(
     lengths, failed, world, accumulation, epoch, max_rows
 ) -> None:
+    """T28: also where there are fewer than a batch takes."""
     packs = packing.epoch_packs(records(lengths, failed), 64, max_rows, 3, epoch, TOKENS)
     assert all(sum(record["tokens"] for record in pack) <= 64 for pack in packs)
     assert all(sum(record["supervised"] for record in pack) <= max_rows for pack in packs)
@@ -188,6 +189,7 @@ def test_a_sample_longer_than_a_pack_is_named() -> None:
 @settings(deadline=None)
 @given(count=st.integers(4, 60), fraction=st.floats(0.01, 0.9), failed=st.sets(st.integers(0, 59)))
 def test_held_out_split_is_by_conversation_and_never_empty(count, fraction, failed) -> None:
+    """T29: at least one conversation, however small the fraction."""
     everything = records([5] * count, failed)
     sound = {record["conversation"] for record in everything if packing.is_whole(record)}
     if len(sound) < 2:

@@ -184,6 +184,7 @@ def helps() -> dict[str, str]:
 
 @pytest.mark.parametrize("config", sorted((REPOSITORY / "configs/pipelines").glob("*.env")), ids=lambda path: path.stem)
 def test_every_flag_and_file_in_a_pipeline_config_exists(config: Path, helps: dict[str, str]) -> None:
+    """T44: of the configs."""
     shown = "".join(f' && printf "%s\\n" {name} ${{{name}[@]+"${{{name}[@]}}"}}' for name in SCRIPTS)
     result = subprocess.run(
         ["bash", "-euc", f'root={REPOSITORY} && source "$1"{shown}', "bash", config],
@@ -202,7 +203,7 @@ def test_every_flag_and_file_in_a_pipeline_config_exists(config: Path, helps: di
 
 
 def test_every_flag_in_the_readme_exists(helps: dict[str, str]) -> None:
-    """A flag that a script's line or section in the README names is one that the script takes."""
+    """T44. A flag that a script's line or section in the README names is one that the script takes."""
     readme = (REPOSITORY / "README.md").read_text()
     commands = [line for line in readme.splitlines() if line.strip().startswith("python 0")]
     assert len(commands) == 6

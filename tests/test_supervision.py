@@ -40,7 +40,7 @@ def test_a_draft_never_crosses_into_another_turn_or_document() -> None:
     supervision=st.sampled_from(["served", "shifted-mask"]),
 )
 def test_packed_batch_equals_a_walk_over_each_document(documents, steps, supervision) -> None:
-    """An independent derivation, token by token, of rows, inputs, teachers and labels."""
+    """T27. An independent derivation, token by token, of rows, inputs, teachers and labels."""
     samples, wanted, offset, states = [], {}, 0, 0
     for number, mask in enumerate(documents):
         ids = torch.arange(len(mask), dtype=torch.int32) + 1000 * number
@@ -131,6 +131,7 @@ def one_turn_output(length: int, predicted: list[list[int]]) -> tuple[StepOutput
 
 
 def test_a_draft_right_only_at_its_first_step_has_tau_two() -> None:
+    """T46: a draft token and the bonus."""
     # 9 tokens: starts t = 0..7; step 0 predicts t + 2 (right), step 1 is always wrong
     output, batch = one_turn_output(9, [[t + 2 for t in range(8)], [0] * 8])
     sums = Acceptance(2)

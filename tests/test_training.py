@@ -20,6 +20,8 @@ from states_for_tests import AUX_LAYERS, write_states
 from transformers import AutoModelForCausalLM
 
 from eagle3 import artifacts
+from eagle3.draft.config import derive
+from eagle3.draft.model import DraftModel
 from eagle3.target import open_target, read_embedding, read_lm_head
 from eagle3.training import loop
 
@@ -104,6 +106,7 @@ def test_the_terminal_is_free_of_library_noise(straight: tuple[Path, str]) -> No
 
 
 def test_export_is_what_servers_read(straight: tuple[Path, str], tiny_target: Path, states: Path) -> None:
+    """T01, T45: the target's attention shape in names and shapes; its embedding as it is, all else trained."""
     export = straight[0] / "export"
     tensors = load_file(export / "model.safetensors")
     layer = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
@@ -117,14 +120,17 @@ def test_export_is_what_servers_read(straight: tuple[Path, str], tiny_target: Pa
 
     target = open_target(str(tiny_target), weights=True)
     assert torch.equal(tensors["embed_tokens.weight"], read_embedding(target).bfloat16())
-    start = read_lm_head(target)[vocab["t2d"]].bfloat16()
-    assert tensors["lm_head.weight"].shape == start.shape and not torch.equal(tensors["lm_head.weight"], start)
+    start = DraftModel(derive(target, 64, AUX_LAYERS))
+    start.initialise(read_embedding(target), read_lm_head(target)[vocab["t2d"]], seed=0)
+    for name, tensor in start.named_parameters():
+        assert tensors[name].shape == tensor.shape and not torch.equal(tensors[name], tensor.bfloat16()), name
 
     config = json.loads((export / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
     assert (config["vocab_size"], config["draft_vocab_size"]) == (target.vocab_size, 64)
     assert config["tie_word_embeddings"] is False and "quantization_config" not in config
-    assert config["head_dim"] == 32 and tensors["midlayer.self_attn.q_proj.weight"].shape == (4 * 32, 2 * 64)
+    attention = [tensors[f"midlayer.self_attn.{name}_proj.weight"].shape for name in "qkvo"]
+    assert config["head_dim"] == 32 and attention == [(128, 128), (64, 128), (64, 128), (64, 128)]
     assert config["rope_theta"] == 50000.0 == config["rope_parameters"]["rope_theta"]
     assert config["torch_dtype"] == config["dtype"] == "bfloat16"
     assert config["max_position_embeddings"] == target.max_positions
@@ -136,7 +142,7 @@ def test_export_is_what_servers_read(straight: tuple[Path, str], tiny_target: Pa
 
 
 def test_reported_figures_are_those_of_the_exported_files(straight, tiny_target: Path, states: Path) -> None:
-    """Held-out loss and walks once more by a reader of its own: from export/ and transformers' own target."""
+    """T48. Held-out loss and walks once more by a reader of its own: from export/ and transformers' own target."""
     output, _ = straight
     manifest = artifacts.read_manifest(output, "04")
     target = AutoModelForCausalLM.from_pretrained(tiny_target)
@@ -171,6 +177,7 @@ def test_the_whole_vocabulary_is_normalised_in_float32() -> None:
 
 
 def test_loss_weights_are_decay_over_the_count_of_rows() -> None:
+    """T25: the divisor is global, whatever a rank has."""
     fields = dict.fromkeys(loop.TrainOptions.__dataclass_fields__)
     rows = torch.tensor([10.0, 8.0, 0.0], dtype=torch.float64)
     for norm, divisors in (("per-step", [10, 8, 1]), ("first-step", [10, 10, 10])):
@@ -212,7 +219,7 @@ def test_bfloat16_trains_like_float32(straight, tiny_target: Path, states: Path,
 
 @pytest.mark.slow
 def test_two_ranks_give_the_weights_of_one(straight, tiny_target: Path, states: Path, tmp_path: Path) -> None:
-    """Two ranks of one micro-batch are one rank of two: the loss is divided by the global count of rows."""
+    """T42. Two ranks of one micro-batch are one rank of two: the loss is divided by the global count of rows."""
     train(tiny_target, states, tmp_path / "draft", ranks=2)
     alone, together = metrics(straight[0], "train"), metrics(tmp_path / "draft", "train")
     assert [r["step"] for r in alone] == [r["step"] for r in together]
@@ -225,7 +232,7 @@ def test_two_ranks_give_the_weights_of_one(straight, tiny_target: Path, states: 
 
 @pytest.mark.slow
 def test_killed_and_resumed_equals_unbroken(straight, tiny_target: Path, states: Path, tmp_path: Path) -> None:
-    """kill -9 at a moment that is not a checkpoint, then the same command: the weights of the unbroken run."""
+    """T12, T13. kill -9 at a moment that is no checkpoint, then the same command: the weights of the unbroken run."""
     output = tmp_path / "draft"
     flags = ("--accumulation", 2, "--save-every", 2)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -318,6 +325,7 @@ def test_a_sample_that_stage_02_failed_leaves_a_hole(straight, tiny_target: Path
 
 @pytest.mark.slow
 def test_sigterm_saves_and_more_epochs_continue(tiny_target: Path, states: Path, tmp_path: Path) -> None:
+    """T13: more epochs are another plan, which is said."""
     output = tmp_path / "draft"
     process = subprocess.Popen(
         command(tiny_target, states, output, "--epochs", 400), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -357,6 +365,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_other_flags_or_states_are_refused(straight, tiny_target: Path, states: Path, tmp_path: Path) -> None:
+    """V02: a map whose parts disagree is refused with both numbers."""
     other = train(tiny_target, states, straight[0], "--accumulation", 2, "--seed", 5, check=False)
     assert other.returncode == 1 and "seed is 0, this run has 5" in other.stderr and "Traceback" not in other.stderr
 

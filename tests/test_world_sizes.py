@@ -89,9 +89,9 @@ FLAGS = ["--ttt-steps", 2, "--max-tokens", 64, "--learning-rate", 1e-2, "--val-f
 
 @pytest.mark.slow
 def test_killed_with_two_ranks_and_continued_with_one(tiny_target: Path, states: Path, tmp_path: Path) -> None:
-    """With twice the micro-batches it becomes the run of two ranks; without, the rates still run to their end."""
+    """T15, T18. With twice the micro-batches it becomes the run of two; without, the rates still run to their end."""
     flags = [*FLAGS, "--epochs", 3]
-    straight, out, other = tmp_path / "straight", tmp_path / "out", tmp_path / "other"
+    straight, out, other, again = (tmp_path / name for name in ("straight", "out", "other", "again"))
 
     def run(output: Path, *more: object, ranks: int, program: tuple = ()) -> subprocess.CompletedProcess:
         return launch(*program, *stage_04(tiny_target, states, output, *flags, *more)[1:], ranks=ranks)
@@ -101,6 +101,11 @@ def test_killed_with_two_ranks_and_continued_with_one(tiny_target: Path, states:
     assert run(out, ranks=2, program=(tmp_path / "killed.py",)).returncode
     assert (out / "checkpoints" / "latest").read_text() == "step00000004"  # 6 steps an epoch, of 11 packs
     shutil.copytree(out, other)
+    shutil.copytree(out, again)
+
+    resumed = run(again, ranks=2)
+    assert resumed.returncode == 0 and "the checkpoint is of" not in resumed.stderr, resumed.stderr
+    assert largest_difference(straight, again) <= 1e-6 and rates(again) == rates(straight)
 
     same = run(out, "--accumulation", 2, ranks=1)
     assert same.returncode == 0 and "continuing after step 4 of 18" in same.stdout, same.stderr
@@ -118,6 +123,14 @@ def test_killed_with_two_ranks_and_continued_with_one(tiny_target: Path, states:
     assert rates(other)[29] == pytest.approx(1e-3, rel=0.05)  # a tenth
     losses = [line["loss_by_step"][0] for line in lines(other, "train")]
     assert losses[-1] < 0.9 * losses[3]
+
+    for ranks in (1, 2):  # T18
+        latest = again / "checkpoints" / (again / "checkpoints" / "latest").read_text()
+        (latest / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink(missing_ok=True)
+        damaged = run(again, ranks=ranks)
+        (said,) = {line for line in damaged.stderr.splitlines() if line.startswith("error: checkpoint")}
+        assert damaged.returncode == 1 and "1 of 2 ranks' files are there, missing zero_pp_rank_1_mp" in said
+        assert said.endswith(f"write an earlier one's name into {latest.parent}/latest: step00000016"), said
 
 
 def lines(output: Path, kind: str) -> list[dict]:
