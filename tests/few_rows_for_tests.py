@@ -26,7 +26,8 @@ def nothing_between_two(model: Path, states: Path) -> dict:
 
     def step(one: loop.Trainer, records: list[dict], number: int) -> tuple:
         place = 2 * (number * one.world + one.rank)
-        return one._optimizer_step([one._batch([records[(place + i) % len(records)]], "served") for i in (0, 1)], 0)
+        pair = [records[(place + i) % len(records)] for i in (0, 1)]
+        return one._optimizer_step([one.source.batch([record], "served") for record in pair], 0)
 
     for one in (seen, unseen):
         step(one, normal, 0)
@@ -52,7 +53,7 @@ def one_rank_has_nothing(model: Path, states: Path) -> dict[str, torch.Tensor]:
     one = trainer(model, states, "float32", "2")
     wanted = [record for record in one.train_records if bool(record["supervised"]) == (one.rank == 0)]
     for number in (0, 2):
-        one._optimizer_step([one._batch([wanted[(number + i) % len(wanted)]], "served") for i in (0, 1)], 0)
+        one._optimizer_step([one.source.batch([wanted[(number + i) % len(wanted)]], "served") for i in (0, 1)], 0)
     return weights(one)
 
 

@@ -243,12 +243,11 @@ target, states = open_target(sys.argv[1]), torch.randn(1024, 64)
 ids = torch.arange(0, 640, 10)
 heads = TargetHead(target, torch.float32, "cpu", rows=ids), TargetHead(target, torch.float32, "cpu")
 batch = SimpleNamespace(final_hidden=states, final_states=lambda rows, device, dtype: states[rows])
-trainer = SimpleNamespace(whole_head=lambda: heads[1], device="cpu", dtype=torch.float32, _batch=lambda *_: batch)
-loop.Trainer._normalise(SimpleNamespace(**vars(trainer) | {"_batch": lambda *_: SimpleNamespace(
-    final_hidden=states[:1], final_states=lambda rows, device, dtype: states[:1])}), [[]])
+few = SimpleNamespace(final_hidden=states[:1], final_states=lambda rows, device, dtype: states[:1])
+loop.normaliser(heads[1], few, "cpu", torch.float32)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 teacher = heads[0](states)
-(normaliser,) = loop.Trainer._normalise(trainer, [[]])
+normaliser = loop.normaliser(heads[1], batch, "cpu", torch.float32)
 grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 naive = torch.cat([heads[1](part).softmax(-1)[:, ids] for part in states.split(64)])
 error = float(((teacher - normaliser[:, None]).exp() - naive).abs().max())

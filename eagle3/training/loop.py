@@ -58,6 +58,15 @@ def loss_weights(rows: torch.Tensor, options: TrainOptions) -> torch.Tensor:
     return (decay / divisor.clamp(min=1)).float()
 
 
+def normaliser(head: TargetHead, batch: Batch, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Log of the sum of exp(logit) over all ids of `head` at the supervised positions, float [S] on the CPU."""
+    parts = []
+    for start in range(0, len(batch.final_hidden), NORMALISED_AT_ONCE):
+        states = batch.final_states(slice(start, start + NORMALISED_AT_ONCE), device, dtype)
+        parts.append(head(states).float().logsumexp(-1).cpu())  # bf16 would round it by percents
+    return torch.cat(parts)
+
+
 class StopRequested:
     """Turns SIGINT, SIGTERM and SIGHUP into a flag that is read between optimizer steps, while the block runs.
 
@@ -170,16 +179,8 @@ class Trainer:
     def _normalise(self, packs: list[list[dict]]) -> list[torch.Tensor]:
         """For each pack log of the sum of exp(logit) over all target ids, float [S]: the share outside the draft's."""
         head = self.whole_head()
-
-        def normaliser(batch: Batch) -> torch.Tensor:
-            parts = []
-            for start in range(0, len(batch.final_hidden), NORMALISED_AT_ONCE):
-                states = batch.final_states(slice(start, start + NORMALISED_AT_ONCE), self.device, self.dtype)
-                parts.append(head(states).float().logsumexp(-1).cpu())  # bf16 would round it by percents
-            return torch.cat(parts)
-
         with self._reader([[records] for records in packs], "served") as steps:
-            return [normaliser(step.batches[0]) for step in steps]
+            return [normaliser(head, step.batches[0], self.device, self.dtype) for step in steps]
 
     # ---------------------------------------------------------------------------------------------- steps
 
