@@ -4,7 +4,7 @@ import random
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eagle3.terminal import UserError
@@ -78,8 +78,11 @@ def test_every_sample_is_seen_once_an_epoch_whatever_the_ranks(
 @given(
     documents=st.lists(st.tuples(st.integers(1, 200), st.floats(0, 1)), min_size=1, max_size=80),
     max_rows=st.integers(200, 300),
-    few_open=st.integers(2, 4),
+    few_open=st.integers(1, 4),
 )
+@example(
+    documents=[(298, 1.0), (1, 1.0)], max_rows=300, few_open=1
+)  # the newest is open even if hardly any room is left
 def test_there_are_never_more_packs_than_next_fit_makes(documents, max_rows, few_open) -> None:
     given_records = [
         {"index": i, "tokens": tokens, "supervised": round(share * tokens)}
@@ -89,6 +92,20 @@ def test_there_are_never_more_packs_than_next_fit_makes(documents, max_rows, few
     assert len(packing.pack(given_records, 300, max_rows)) <= most
     with mock.patch.object(packing, "OPEN", few_open):
         assert len(packing.pack(given_records, 300, max_rows)) <= most
+
+
+def test_a_sample_goes_where_it_leaves_least_among_the_packs_that_are_open() -> None:
+    documents = [{"index": i, "tokens": tokens, "supervised": 1} for i, tokens in enumerate((700, 800, 900, 200))]
+    assert indices(packing.pack(documents, 1000, 10)) == [[0], [1, 3], [2]]
+    with mock.patch.object(packing, "OPEN", 2):  # the second was closed for the third
+        assert indices(packing.pack(documents, 1000, 10)) == [[0, 3], [1], [2]]
+
+
+def test_the_scarcer_budget_decides_what_fits_best() -> None:
+    counts = ((100, 70), (200, 60), (300, 30))
+    documents = [{"index": i, "tokens": tokens, "supervised": rows} for i, (tokens, rows) in enumerate(counts)]
+    assert indices(packing.pack(documents, 1000, 100)) == [[0, 2], [1]]  # 30 rows are left there, 40 in the other
+    assert indices(packing.pack(documents, 600, 1000)) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(("max_rows", "least", "next_fits"), [(8192, 0.99, 0.90), (4096, 0.97, 0.86)])
@@ -188,6 +205,7 @@ def test_a_sample_longer_than_a_pack_is_named() -> None:
 
 @settings(deadline=None)
 @given(count=st.integers(4, 60), fraction=st.floats(0.01, 0.9), failed=st.sets(st.integers(0, 59)))
+@example(count=4, fraction=0.9, failed=set())
 def test_held_out_split_is_by_conversation_and_never_empty(count, fraction, failed) -> None:
     """T29: at least one conversation, however small the fraction."""
     everything = records([5] * count, failed)

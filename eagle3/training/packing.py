@@ -69,7 +69,7 @@ def pack(records: list[dict], max_tokens: int, max_rows: int) -> list[list[dict]
     Two budgets because memory follows both: a prompt token costs its state, key and value, a supervised one the
     activations of every TTT step. A record goes where it leaves least of the budget that is scarcer over all records
     (best fit), among the OPEN packs that have most. There are never more packs than next fit makes: what that has in
-    one pack all fits into the first pack that is begun meanwhile, for the newest one stays open.
+    one pack all fits into the first one that is begun meanwhile, and the newest is open until the next is begun.
     """
     require_fit(records, max_tokens, max_rows)
     scarce, other, most, most_other = "tokens", "supervised", max_tokens, max_rows
@@ -86,8 +86,8 @@ def pack(records: list[dict], max_tokens: int, max_rows: int) -> list[list[dict]
         if place < len(growing):
             room, number = growing.pop(place)
         else:
-            if len(growing) == OPEN:  # the fullest is closed, unless it is the newest
-                del growing[int(growing[0][1] == len(packs) - 1)]
+            if len(growing) == OPEN:
+                del growing[0]  # closed: it has least room
             room, number = most, len(packs)
             packs.append([])
             room_of_other.append(most_other)
