@@ -211,7 +211,7 @@ def test_every_flag_in_the_readme_exists(helps: dict[str, str]) -> None:
         words = line.split()
         assert all(word in helps[words[1]] for word in words if word.startswith("--")), line
     table = [line.split("`")[1] for line in readme.splitlines() if line.startswith("| `--")]
-    assert len(table) == 13 and all(flag in helps["04_train_draft.py"] for flag in table)
+    assert len(table) == 14 and all(flag in helps["04_train_draft.py"] for flag in table)
     pipeline_help = pipeline("--help").stdout
     options = ("--smoke", "--config", "--model-path", "--dataset", "--output-dir", "--max-samples", "--from", "--to")
     assert all(option in pipeline_help and option in readme for option in options)

