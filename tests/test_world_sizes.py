@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 
 import pytest
@@ -131,6 +133,30 @@ def test_killed_with_two_ranks_and_continued_with_one(tiny_target: Path, states:
         (said,) = {line for line in damaged.stderr.splitlines() if line.startswith("error: checkpoint")}
         assert damaged.returncode == 1 and "1 of 2 ranks' files are there, missing zero_pp_rank_1_mp" in said
         assert said.endswith(f"write an earlier one's name into {latest.parent}/latest: step00000016"), said
+
+
+@pytest.mark.slow
+def test_two_nodes_of_a_hostfile(tiny_target: Path, states: Path, tmp_path: Path) -> None:
+    """As far as one machine shows it: DeepSpeed's launcher once for each node, without ssh, one rank each."""
+    (tmp_path / "hosts").write_text("node-1 slots=1\nnode-2 slots=1\n")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", tmp_path / "hosts", "--no_ssh"]
+    launcher += ["--master_addr", "localhost", "--master_port", port]
+    stage = stage_04(tiny_target, states, tmp_path / "out", *FLAGS, "--epochs", 1)[1:]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    nodes = [
+        subprocess.Popen(
+            list(map(str, [*launcher, "--node_rank", node, *stage])), env=environment, stdout=PIPE, text=True
+        )
+        for node in range(2)
+    ]
+    said = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert "2 ranks on cpu" in said[0] and "draft trained and exported" not in said[1]
+    manifest = artifacts.read_manifest(tmp_path / "out", "04")
+    assert manifest["complete"] and (manifest["ranks"], manifest["steps"]) == (2, 6)
 
 
 def lines(output: Path, kind: str) -> list[dict]:
