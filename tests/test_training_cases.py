@@ -131,7 +131,7 @@ def test_a_rank_without_a_supervised_row_adds_nothing(few: dict[int, dict]) -> N
     """T25: it steps with the other one, whose rows alone the loss is divided by."""
     alone, beside = few[1]["one rank"], few[2]["one rank"]
     for name, weight in alone.items():
-        torch.testing.assert_close(beside[name], weight, rtol=0, atol=1e-6)
+        torch.testing.assert_close(beside[name], weight, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -31,9 +31,9 @@ def launch(*arguments: object, ranks: int) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def results(tiny_target: Path, states: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """What worlds_for_tests.py found: saved by `before` ranks and continued by others, "2 1" being two, then one."""
+    """What worlds_for_tests.py found: saved by `before` ranks and continued by others, "saved 3 ..." being of three."""
     found = {}
-    for before, after in ((2, 1), (1, 2)):
+    for before, after in ((3, 2), (1, 3)):  # with three the flat vector has padding
         out = tmp_path_factory.mktemp(f"from-{before}")
         for name, ranks in (("saved", before), ("continued", after)):
             program = REPOSITORY / "tests" / "worlds_for_tests.py"
@@ -47,7 +47,7 @@ def results(tiny_target: Path, states: Path, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "zero"), CASES)
-@pytest.mark.parametrize("before", [2, 1])
+@pytest.mark.parametrize("before", [3, 1])
 def test_another_number_of_ranks_continues_exactly(results: dict[str, dict], before: int, dtype: str, zero: str):
     """Masters, moments and rate are the saved ones bit for bit; with as many packs a step, so are the next weights but
     for the order of sums."""
@@ -59,17 +59,17 @@ def test_another_number_of_ranks_continues_exactly(results: dict[str, dict], bef
     assert saved["rate"] == continued["rate"] and saved["rates"] == continued["rates"]
     for name, weight in saved["weights"].items():
         # bf16 weights differ by a rounding of gradients, and Adam divides by their size
-        tolerance = 1e-6 if dtype == "float32" else 1e-2
+        tolerance = 1e-5 if dtype == "float32" else 1e-2
         torch.testing.assert_close(continued["weights"][name], weight, rtol=0, atol=tolerance)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_zero_0_1_and_2_give_the_same_weights(results: dict[str, dict], ranks: int) -> None:
     first, *others = (results[f"saved {ranks} float32 {zero}"]["weights"] for zero in ("0", "1", "2"))
     for weights in others:
         for name, weight in first.items():
-            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-6)
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5)  # the learning rate is 1e-2
 
 
 # ----------------------------------------------------------------------------------------------- the whole stage
@@ -111,14 +111,14 @@ def test_killed_with_two_ranks_and_continued_with_one(tiny_target: Path, states:
 
     same = run(out, "--accumulation", 2, ranks=1)
     assert same.returncode == 0 and "continuing after step 4 of 18" in same.stdout, same.stderr
-    assert "the checkpoint is of 2 ranks, now there is 1: weights and optimizer state are exactly" in same.stderr
-    assert "a step has the same packs, 0 of this epoch come a second time" in same.stderr
+    assert "the checkpoint is of 2 ranks and 2 packs a step, now it is 1 and 2: weights and optimizer" in same.stderr
+    assert "the same place in the data, 0 packs of this epoch come a second time" in same.stderr
     assert largest_difference(straight, out) < 5e-3  # bf16 rounding of weights up to 1
     assert rates(out) == rates(straight)
 
     half = run(other, ranks=1)
     assert half.returncode == 0 and "continuing after step 4 of 29" in half.stdout, half.stderr  # of 33 8 are done
-    assert "a step has 1 packs instead of 2, 0 of this epoch come a second time" in half.stderr
+    assert "2 packs a step, now it is 1 and 1: " in half.stderr
     manifest = artifacts.read_manifest(other, "04")
     assert (manifest["steps"], manifest["ranks"], manifest["complete"]) == (29, 1, True)
     assert rates(other)[5] == pytest.approx(rates(straight)[5], rel=0.05)  # of 8 / 33 and 4 / 18

@@ -2,7 +2,7 @@
 
 python worlds_for_tests.py MODEL STATES OUT NAME          # or under torchrun; STATES as states_for_tests.write_states
 
-A step has four packs whatever the number of ranks. Without checkpoints in OUT two steps are taken and saved, and two
+A step has six packs whatever the number of ranks. Without checkpoints in OUT two steps are taken and saved, and two
 more are taken; with them two steps follow what was saved.
 """
 
@@ -16,7 +16,7 @@ from bad_steps_for_tests import PRECISIONS
 
 from eagle3.training import engine, loop
 
-PACKS = 4
+PACKS = 6
 CASES = [(dtype, zero) for dtype in PRECISIONS for zero in ("0", "1", "2")]
 
 

@@ -133,12 +133,9 @@ def _load_parts(optimizer: Any, paths: list[Path]) -> None:
     for group, current in enumerate(optimizer.single_partition_of_fp32_groups):
         start, size = rank * current.numel(), current.numel()
         mine[MASTERS].append(_slice([part[MASTERS][group] for part in saved], start, size))
-        lengths = [len(part[MASTERS][group]) for part in saved]  # their moments have padding behind that
         moments = [part["base_optimizer_state"]["state"].get(group, {}) for part in saved]
-        state[group] = {
-            name: _slice([one[name][:n] for one, n in zip(moments, lengths, strict=True)], start, size)
-            if value.dim()
-            else value  # the count of steps
+        state[group] = {  # with padding of zeros at the end; a number is the count of steps
+            name: _slice([one[name] for one in moments], start, size) if value.dim() else value
             for name, value in moments[0].items()
         }
     mine["base_optimizer_state"] = saved[0]["base_optimizer_state"] | {"state": state}

@@ -420,12 +420,8 @@ class Trainer:
         else:
             self.step_in_epoch, again = divmod(done, self.packs_a_step)
         if self.rank == 0:
-            batches = "a step has the same packs"
-            if self.packs_a_step != packs_a_step:
-                batches = f"a step has {self.packs_a_step} packs instead of {packs_a_step}"
             terminal.warn(
-                f"the checkpoint is of {world} rank{'s' if world > 1 else ''}, now there "
-                f"{'are' if self.world > 1 else 'is'} {self.world}: weights and optimizer state are exactly the saved "
-                f"ones, the learning rate goes on from the same place in the data; {batches}, {again} of this epoch "
-                "come a second time"
+                f"the checkpoint is of {world} ranks and {packs_a_step} packs a step, now it is {self.world} and "
+                f"{self.packs_a_step}: weights and optimizer state are exactly the saved ones, the learning rate goes "
+                f"on from the same place in the data, {again} packs of this epoch come a second time"
             )
