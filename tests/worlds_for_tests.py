@@ -43,7 +43,7 @@ def run(model: Path, states: Path, output: Path, dtype: str, zero: str) -> dict:
     def steps(*numbers: int) -> None:
         for number in numbers:
             places = [PACKS * number + micro * one.world + one.rank for micro in range(one.options.accumulation)]
-            one._optimizer_step([one._batch(packs[place % len(packs)], "served") for place in places], 0)
+            one._optimizer_step([one.source.batch(packs[place % len(packs)], "served") for place in places], 0)
             one.step += 1
             one.step_in_epoch += 1
 
