@@ -95,7 +95,7 @@ def counters(llm: Any) -> Counts:
     )
 
 
-def main() -> int:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", required=True, help="target: model directory or hub name")
     parser.add_argument("--prepared-dir", type=Path, required=True, help="output of stage 01")
@@ -106,7 +106,11 @@ def main() -> int:
     parser.add_argument("--tensor-parallel-size", type=int, help="default: all visible GPUs")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of each GPU's memory")
     parser.add_argument("--trust-remote-code", action="store_true")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
     started = time.monotonic()
     if vllm_runtime.version() is None:
         raise UserError("the served check needs vLLM, which this environment lacks; run it where vLLM is installed")

@@ -148,7 +148,8 @@ def test_a_disk_budget_that_is_reached_is_no_failure(tiny_target: Path, chats: P
 )
 def test_mistakes_on_the_command_line_are_one_line(arguments: list[str], line: str) -> None:
     result = pipeline(*arguments)
-    assert result.returncode == 2 and line in result.stderr and len(result.stderr.splitlines()) == 1
+    environment, mistake = result.stderr.splitlines()
+    assert result.returncode == 2 and line in mistake and environment.startswith("environment: ")
 
 
 def test_the_default_dataset_and_an_unreachable_hub_is_one_line(smollm2: Path, tmp_path: Path) -> None:

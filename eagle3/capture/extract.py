@@ -50,7 +50,7 @@ def extract(prepared_dir: Path, engine_name: str, settings: EngineSettings, limi
     with artifacts.directory_lock(output_dir, shard):
         earlier = _read_earlier(settings, fingerprint)
         todo = _unfinished(samples, settings, settle_failed=bool(earlier.get("complete")))
-        report = earlier.get("canary")
+        report, timing = earlier.get("canary"), earlier.get("timing")
         used = _used(settings, todo)
         run = Run(prepared_dir, todo, used, settings, limits)
         seconds = 0.0
@@ -60,11 +60,12 @@ def extract(prepared_dir: Path, engine_name: str, settings: EngineSettings, limi
             _require_space(todo, used, settings, limits)
             if run.has_room():
                 preflight.check(engine, settings)
-            _write_manifest(settings, fingerprint, samples, report, complete=False)
+            _write_manifest(settings, fingerprint, samples, report, timing, complete=False)
         if run.has_room():
             report, seconds = _capture_all(prepared_dir, samples, todo, engine, settings, run)
+            timing = {"tokens": run.tokens, "seconds": round(seconds, 1)}
         if todo or not earlier.get("complete"):
-            _write_manifest(settings, fingerprint, samples, report, complete=not run.left)
+            _write_manifest(settings, fingerprint, samples, report, timing, complete=not run.left)
         _summarise(settings, len(samples), run, seconds, started)
         return not run.left
 
@@ -237,9 +238,11 @@ def _write_manifest(
     fingerprint: dict[str, Any],
     samples: list[dict[str, Any]],
     report: dict[str, Any] | None,
+    timing: dict[str, Any] | None,
     *,
     complete: bool,
 ) -> None:
+    """`timing`: tokens and seconds of the last run's capturing, without loading: what a plan takes for a rate."""
     artifacts.write_manifest(
         settings.output_dir,
         "02",
@@ -252,6 +255,7 @@ def _write_manifest(
         vocab_size=settings.target.vocab_size,
         aux_layers=list(settings.layout.layers[:-1]),
         canary=report,
+        timing=timing,
     )
 
 

@@ -38,13 +38,18 @@ def check(engine: str, settings: EngineSettings) -> None:
     """Raises UserError for what `engine` (vllm or transformers) would fail with, naming the figures and the remedy."""
     require_target_packages(engine, settings.target, settings.trust_remote_code)
     if engine == "vllm":
-        _look_at_ports()
+        look_at_ports()
         if settings.tensor_parallel_size > 1:
-            _require_shared_memory()
+            require_shared_memory()
+    require_memory(engine, settings)
+
+
+def require_memory(engine: str, settings: EngineSettings) -> None:
+    """Raises UserError where GPUs, or the host without them, have no room for the target."""
     weights = weight_bytes(engine, settings)
     if visible := torch.cuda.device_count() if engine == "vllm" or settings.device == "cuda" else 0:
         _require_gpu_memory(engine, settings, weights, visible)
-    elif weights > (free := _available_memory()):
+    elif weights > (free := available_memory()):
         raise UserError(
             f"the target's weights take {_gib(weights)} in {settings.layout.dtype}, the host has {_gib(free)} of "
             "memory available; end what else holds it (top shows it), or take a smaller target"
@@ -65,7 +70,8 @@ def require_target_packages(engine: str, target: Target, trust_remote_code: bool
 # ------------------------------------------------------------------------------------ shared memory, ports
 
 
-def _require_shared_memory() -> None:
+def require_shared_memory() -> None:
+    """Raises UserError where /dev/shm has no room for what several GPUs exchange there."""
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else 0
     if free < LEAST_SHARED_MEMORY:
         raise UserError(
@@ -74,7 +80,7 @@ def _require_shared_memory() -> None:
         )
 
 
-def _look_at_ports() -> None:
+def look_at_ports() -> None:
     """Say which of the ports that the environment names is taken: vLLM looks for others, and may be blocked there."""
     for name in ("VLLM_PORT", "MASTER_PORT"):
         port = os.environ.get(name, "").strip()
@@ -133,7 +139,7 @@ def _bits(quantised: dict[str, Any]) -> int:
     return next((group["weights"]["num_bits"] for group in groups if group.get("weights")), 32)
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     """Bytes that the host or this container can still give."""
     available = re.search(r"^MemAvailable:\s+(\d+) kB$", MEMINFO.read_text(), re.MULTILINE)
     limit = CONTAINER_LIMIT.read_text().strip() if CONTAINER_LIMIT.exists() else "max"
@@ -240,7 +246,7 @@ def _gpus(count: int) -> list[Gpu]:
         # no nvidia-smi, a slice of a GPU (MIG), or memory shared with the host. To ask CUDA takes half a GB of the GPU
         free, total = torch.cuda.mem_get_info(number)
         if known.is_integrated:
-            free = max(free, _available_memory())  # the page cache gives way
+            free = max(free, available_memory())  # the page cache gives way
         gpus.append(Gpu(number, uuid, total, free))
     return gpus
 
