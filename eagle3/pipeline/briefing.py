@@ -82,7 +82,10 @@ def brief(settings: Settings, asked: dict, answer: Path) -> int:
     words = {"hard": "refused", "soft": "in doubt", "note": "note"}
     lines = [*verdict.described(job, made), *found.notes]
     lines += [f"{words[finding.level]}: {finding.text}" for finding in made.findings]
-    lines += [] if made.findings else ["preflight: nothing is in the way"]
+    if settings.machine:
+        lines.append("preflight: not made, it is another machine")
+    elif not made.findings:
+        lines.append("preflight: nothing is in the way")
     terminal.say("\n".join(lines))
     answer.write_text(
         json.dumps(

@@ -18,7 +18,7 @@ from eagle3.pipeline.closing import folder_bytes
 from eagle3.pipeline.machine import Machine
 from eagle3.pipeline.measured import Measured
 from eagle3.pipeline.settings import FOLDERS, STAGES, Settings
-from eagle3.pipeline.sizes import TargetSize
+from eagle3.pipeline.sizes import BF16, TargetSize
 from eagle3.prepare.sample_file import sample_file
 from eagle3.states import Layout
 from eagle3.target import Target
@@ -275,10 +275,12 @@ def _engine_memory(job: Job, one: StagePlan, weights_a_gpu: int, share: float, b
         one.gpu = round(share * job.machine.gpu_bytes) if job.engine == "vllm" else weights_a_gpu
         one.host = (2 + job.gpus) * PROCESS + 2 * flight
         rest = one.gpu - weights_a_gpu
+        captured = len(job.layout.layers) * job.target.hidden_size * BF16  # every rank caches all of a token's states
+        cache = batch_tokens * (captured + job.size.cache // (1 if job.size.latent else job.gpus))
         one.notes.append(
             f"{gigabytes(weights_a_gpu)} GB of weights a GPU ({job.size.counted}) leave {gigabytes(rest)} GB of its "
-            f"{share:.0%} for activations and caches; {batch_tokens:,} tokens in flight take "
-            f"{gigabytes(batch_tokens * job.size.cache // (1 if job.size.latent else job.gpus))} GB of them"
+            f"{share:.0%} for activations and caches; {batch_tokens:,} tokens in flight take {gigabytes(cache)} GB of "
+            "them" + (": fewer are in flight at a time, lower --batch-tokens" if cache > 0.8 * rest else "")
         )
         return
     from eagle3.vllm_runtime import CPU_KV_CACHE_BYTES

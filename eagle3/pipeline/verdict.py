@@ -82,7 +82,7 @@ def _judge_disk(job: Job, plan: Plan) -> None:
             continue
         parts = ", ".join(f"{stage} {gigabytes(size)}" for stage, size in missing.items() if size > 1e6)
         text = (
-            f"{existing(folder)} has {gigabytes(free)} GB free, the run needs {gigabytes(needed)} GB more ({parts}; "
+            f"{folder} has {gigabytes(free)} GB free, the run needs {gigabytes(needed)} GB more ({parts}; "
             f"{gigabytes(while_written)} for a while)"
         )
         if "02" in stages:
@@ -103,7 +103,7 @@ def largest(job: Job, plan: Plan, short: int) -> str:
     """The largest run that fits, in samples of the mean length, as it is stored now and as fp8; `short` is negative."""
     mean = job.data.tokens / max(job.data.samples, 1)
     fits = job.data.tokens + short / plan.bytes_a_token  # tokens
-    said = [f"{_samples(fits / mean)} fit"]
+    said = [f"{_samples(fits / mean)} fits"]
     fp8 = Layout(job.layout.layers, job.layout.hidden_size, job.layout.dtype, "fp8", "fp8")
     if job.layout != fp8:
         smaller = planning.states_bytes(job.data, fp8) + planning.prepared_bytes(job.data, 0)
@@ -115,7 +115,7 @@ def largest(job: Job, plan: Plan, short: int) -> str:
 
 def _samples(count: float) -> str:
     whole = math.floor(max(count, 0.0))
-    return f"--max-samples {whole:,}" if whole else "no sample"
+    return f"--max-samples {whole}" if whole else "no sample"
 
 
 def _judge_lengths(job: Job, plan: Plan) -> None:
@@ -155,7 +155,8 @@ def described(job: Job, plan: Plan) -> list[str]:
     table = [heads, *rows, total]
     widths = [max(len(row[place]) for row in table) for place in range(len(heads))]
     lines = [
-        f"plan for {job.settings.output}: target {job.target.directory.name}, {machine.described()}",
+        f"plan for {job.settings.output}: target {job.target.directory.name}, {machine.described()}, matrix products at "
+        f"{machine.matmul / 1e12:g} TFLOP/s assumed",
         f"data: {data.samples:,} samples, {data.tokens:,} tokens, {data.supervised:,} supervised ({data.known}); "
         f"{plan.bytes_a_token:,.0f} bytes a token on disk",
     ]
