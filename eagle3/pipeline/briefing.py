@@ -3,7 +3,7 @@ neither torch nor CUDA stays in memory beside the run for a day.
 
     python -m eagle3.pipeline.briefing ANSWER < settings.json      # as eagle3.pipeline starts it
 
-Exit codes: 0 go on, 1 the user's fault, 2 a hard limit or a finding that is sure to fail, 4 a soft one without --force.
+Exit codes: 0 go on, 2 a mistake, a hard limit or a finding that is sure to fail, 4 a soft one without --force.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from eagle3 import terminal
 from eagle3.pipeline import history, stages
-from eagle3.pipeline.settings import FOLDERS, PLAIN, ROOT, STAGES, Settings, Usage
+from eagle3.pipeline.settings import FOLDERS, PLAIN, ROOT, STAGES, Settings
 from eagle3.terminal import UserError
 
 HARD, SOFT = 2, 4  # exit codes
@@ -27,7 +27,7 @@ def main() -> int:
             print_config(settings)
             return 0
         return brief(settings, asked, Path(sys.argv[1]))
-    except Usage as error:
+    except UserError as error:
         print(f"run_pipeline.sh: {error}", file=sys.stderr)
         return HARD
 
@@ -56,23 +56,7 @@ def print_config(settings: Settings) -> None:
 
 def brief(settings: Settings, asked: dict, answer: Path) -> int:
     """Plan and preflight; `answer` gets the resolved settings and what the runner does."""
-    from eagle3.pipeline.machine import said_machine, this_machine
-
-    machine = said_machine(settings.machine) if settings.machine else this_machine()
-    if not settings.values["GPUS"]:
-        settings.values["GPUS"] = str(max(1, machine.gpus))
-    resolve(settings)
-    flags = {stage: stages.flags_of(stage, settings) for stage in STAGES}
-
-    from eagle3.target import open_target
-
-    target = open_target(settings.values["MODEL_PATH"])
-    history.require_unmixed(settings, target)
-    making = {stage: stages.making(flags[stage]) for stage in STAGES}
-    found = history.review(settings, making)
-    history.require_valid(settings, found, asked["redo"])
-    job, engine_settings = job_of(settings, flags, target, machine, found.finished)
-
+    job, engine_settings, found = open_job(settings, redo=asked["redo"])
     from eagle3.pipeline import plan, preflight, verdict
 
     made = plan.make_plan(job)
@@ -91,11 +75,11 @@ def brief(settings: Settings, asked: dict, answer: Path) -> int:
         json.dumps(
             {
                 "settings": settings.plain(),
-                "making": making,
+                "making": {stage: stages.making(flags) for stage, flags in job.flags.items()},
                 "finished": found.finished,
                 "remove": [str(path) for path in found.folders(settings.output)],
                 "lines": lines,
-                "target": {"name": target.name, "hash": target.config_hash},
+                "target": {"name": job.target.name, "hash": job.target.config_hash},
                 "plan": {
                     stage: {
                         "disk": one.disk,
@@ -113,6 +97,26 @@ def brief(settings: Settings, asked: dict, answer: Path) -> int:
     if level == "hard":
         return HARD
     return SOFT if level == "soft" and not asked["force"] else 0
+
+
+def open_job(settings: Settings, *, redo: bool):
+    """The job of the plan, stage 02's engine settings, and what the output directory holds already.
+
+    Raises UserError for an output directory of something else, and without `redo` for work that other values made.
+    """
+    from eagle3.pipeline.machine import said_machine, this_machine
+    from eagle3.target import open_target
+
+    machine = said_machine(settings.machine) if settings.machine else this_machine()
+    if not settings.values["GPUS"]:
+        settings.values["GPUS"] = str(max(1, machine.gpus))
+    resolve(settings)
+    flags = {stage: stages.flags_of(stage, settings) for stage in STAGES}
+    target = open_target(settings.values["MODEL_PATH"])
+    history.require_unmixed(settings, target)
+    found = history.review(settings, {stage: stages.making(flags[stage]) for stage in STAGES})
+    history.require_valid(settings, found, redo)
+    return *job_of(settings, flags, target, machine, found.finished), found
 
 
 def resolve(settings: Settings) -> None:

@@ -337,7 +337,7 @@ def _plan_training(job: Job, one: StagePlan) -> None:
     pack = job.layout.sample_bytes(flags.max_tokens, budgets[1])
     one.host = ranks * (PROCESS + head + 3 * pack + in_host)
     if job.on_gpu:
-        one.gpu = on_device
+        one.gpu = on_device  # without workspace and communication buckets
         one.notes.append(
             f"{gigabytes(saved)} GB of {gigabytes(on_device)} GB a GPU are activations of the fullest pack"
         )
@@ -353,8 +353,15 @@ def _plan_training(job: Job, one: StagePlan) -> None:
         a_token = estimate.operations(config, fullest, trained_head) / max(fullest.tokens, 1)
         rate = estimate.SHARE_OF_MATMUL_RATE * machine.matmul * (ranks if job.on_gpu else 1) / a_token
         evaluation = 1 + flags.val_fraction / 2
-        one.seconds = STARTUP["04"] + evaluation * one.tokens / rate
-        one.notes.append(f"{rate:,.0f} tokens/s assumed (half of the matrix products' rate)")
+        states = states_bytes(job.data, job.layout)
+        passes = flags.epochs if states > 0.7 * machine.memory else 1  # else the page cache has them
+        reading = passes * states / READ_RATE
+        one.seconds = STARTUP["04"] + max(evaluation * one.tokens / rate, reading)
+        one.notes.append(
+            f"{rate:,.0f} tokens/s assumed (half of the matrix products' rate), "
+            f"{'each epoch reads' if passes > 1 else 'states are read once,'} {gigabytes(states)} GB at "
+            f"{READ_RATE / 1e9:g} GB/s"
+        )
 
 
 def draft_of(job: Job) -> DraftConfig:

@@ -21,7 +21,7 @@ FOLDERS = {"01": "prepared", "02": "hidden_states", "03": "vocab_map", "04": "dr
 STAGE_ARGS = dict(zip(STAGES, ("PREPARE_ARGS", "EXTRACT_ARGS", "VOCAB_ARGS", "TRAIN_ARGS", "CHECK_ARGS"), strict=True))
 PLAIN = {"MODEL_PATH": "", "DATASET": "mlabonne/open-perfectblend", "OUTPUT_DIR": "", "MAX_SAMPLES": "", "GPUS": ""}
 PLAIN |= {"HOSTFILE": "", "NOTE": ""}
-SHELL_OWN = {"_", "SHLVL", "PWD", "OLDPWD", "root", "config"}
+SHELL_OWN = {"_", "SHLVL", "PWD", "OLDPWD", "LINES", "COLUMNS", "root", "config"}
 GIVEN = {"model_path": "MODEL_PATH", "dataset": "DATASET", "output_dir": "OUTPUT_DIR", "max_samples": "MAX_SAMPLES"}
 GIVEN |= {"gpus": "GPUS", "hostfile": "HOSTFILE"}
 PROBE_SAMPLES = 32

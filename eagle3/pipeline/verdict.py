@@ -155,8 +155,8 @@ def described(job: Job, plan: Plan) -> list[str]:
     table = [heads, *rows, total]
     widths = [max(len(row[place]) for row in table) for place in range(len(heads))]
     lines = [
-        f"plan for {job.settings.output}: target {job.target.directory.name}, {machine.described()}, matrix products at "
-        f"{machine.matmul / 1e12:g} TFLOP/s assumed",
+        f"plan for {job.settings.output}: target {job.target.directory.name}, {machine.described()}, matrix products "
+        f"at {machine.matmul / 1e12:g} TFLOP/s assumed",
         f"data: {data.samples:,} samples, {data.tokens:,} tokens, {data.supervised:,} supervised ({data.known}); "
         f"{plan.bytes_a_token:,.0f} bytes a token on disk",
     ]
