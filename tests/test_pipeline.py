@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPOSITORY
+from pipeline_for_tests import plan_for
 
 from eagle3 import artifacts, served_check, vllm_runtime
 from eagle3.draft.config import derive
 from eagle3.export import export_tensors, read_export
 from eagle3.export_speculators import write_speculators
+from eagle3.pipeline.closing import folder_bytes
+from eagle3.pipeline.settings import FOLDERS
 from eagle3.target import open_target
 from eagle3.training.packing import hold_out
 
@@ -78,6 +82,22 @@ def test_smoke_artifacts_are_those_of_the_contract(smoke: tuple[Path, str], smol
     records = list(artifacts.Index(out / "hidden_states").samples().values())
     held_out = [record["index"] for record in hold_out(records, 0.2, 0)[1]]
     assert artifacts.read_manifest(out / "draft", "04")["held_out"] == held_out
+
+
+@pytest.mark.slow
+def test_the_plan_named_the_disk_that_the_run_took(smoke: tuple[Path, str], tmp_path: Path) -> None:
+    """From stage 01's index alone, all that came after it; within 1%."""
+    out, text = smoke
+    alone = tmp_path / "out"
+    shutil.copytree(out / "prepared", alone / "prepared")
+    _, made = plan_for("--smoke", "--output-dir", alone, "--from", "02")
+    assert made.data.known == "stage 01's index"
+    taken = {stage: folder_bytes(out / folder) for stage, folder in FOLDERS.items()}
+    for stage in ("02", "03", "04"):
+        assert made.stages[stage].disk == pytest.approx(taken[stage], rel=0.01), stage
+    _, before = plan_for("--smoke", "--output-dir", tmp_path / "nothing")
+    assert before.stages["01"].disk == pytest.approx(taken["01"], rel=0.05), "lengths are assumed"
+    assert text.index("plan for ") < text.index("=== 01 ===")
 
 
 @pytest.mark.slow

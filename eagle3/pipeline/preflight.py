@@ -43,14 +43,14 @@ def look(job: Job, settings: EngineSettings) -> list[Finding]:
     if "04" in todo:
         checks.append(("hard", lambda: config_json(draft_of(job), job.target) and None))
     if "02" in todo or "check" in todo:
-        checks.append(("hard", lambda: model_files.require_loadable(job.target.directory, job.target.vocab_size)))
+        checks.append(("hard", lambda: _require_weights(job)))
         if job.machine.gpus > 1 and job.gpus > 1:
             checks.append(("hard", capture.require_shared_memory))
     if "02" in todo:
         checks.append(("hard", lambda: capture.require_target_packages(job.engine, job.target, job.settings.trust)))
         # the server that writes stage 01's answers is to be stopped after it
         serving = "01" in todo and job.flags["01"].responses_endpoint
-        checks.append(("note" if serving else "hard", lambda: capture.require_memory(job.engine, settings)))
+        checks.append(("note" if serving else "hard", lambda: _require_memory(job, settings)))
     if job.engine == "vllm" or "check" in todo:
         checks += [("hard", lambda: _require_vllm(job, todo)), ("note", capture.look_at_ports)]
     checks.append(("hard", _require_driver))
@@ -111,6 +111,18 @@ def _require_tokenizer(job: Job) -> None:
     """It loads, has a chat template, and no id beyond the embedding's rows."""
     require_trust(job.target, job.settings.trust)
     load_tokenizer(job.target, trust_remote_code=job.settings.trust)
+
+
+def _require_weights(job: Job) -> None:
+    model_files.require_loadable(job.target.directory, job.target.vocab_size)
+
+
+def _require_memory(job: Job, settings: EngineSettings) -> None:
+    try:
+        _require_weights(job)
+    except UserError:  # a finding of its own; there is nothing to weigh then
+        return
+    capture.require_memory(job.engine, settings)
 
 
 def _require_vllm(job: Job, todo: list[str]) -> None:

@@ -20,10 +20,10 @@ STAGES = ("01", "02", "03", "04", "check")
 FOLDERS = {"01": "prepared", "02": "hidden_states", "03": "vocab_map", "04": "draft"}  # of the output directory
 STAGE_ARGS = dict(zip(STAGES, ("PREPARE_ARGS", "EXTRACT_ARGS", "VOCAB_ARGS", "TRAIN_ARGS", "CHECK_ARGS"), strict=True))
 PLAIN = {"MODEL_PATH": "", "DATASET": "mlabonne/open-perfectblend", "OUTPUT_DIR": "", "MAX_SAMPLES": "", "GPUS": ""}
-PLAIN |= {"HOSTFILE": "", "NOTE": ""}
+PLAIN |= {"NOTE": ""}
 SHELL_OWN = {"_", "SHLVL", "PWD", "OLDPWD", "LINES", "COLUMNS", "root", "config"}
 GIVEN = {"model_path": "MODEL_PATH", "dataset": "DATASET", "output_dir": "OUTPUT_DIR", "max_samples": "MAX_SAMPLES"}
-GIVEN |= {"gpus": "GPUS", "hostfile": "HOSTFILE"}
+GIVEN |= {"gpus": "GPUS"}
 PROBE_SAMPLES = 32
 
 # Prints what the config leaves: names of shell variables, their values, the environment; all between NULs
@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     made = _Parser(prog="run_pipeline.sh", add_help=False, allow_abbrev=False)
     made.add_argument("--smoke", action="store_true")
     made.add_argument("--trust-remote-code", action="store_true")
-    for name in ("config", "model-path", "dataset", "output-dir", "max-samples", "gpus", "hostfile", "machine"):
+    for name in ("config", "model-path", "dataset", "output-dir", "max-samples", "gpus", "machine"):
         made.add_argument(f"--{name}")
     for name in ("from", "to", "only"):
         made.add_argument(f"--{name}")

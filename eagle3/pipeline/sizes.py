@@ -36,14 +36,15 @@ def _weights(engine: str, settings: EngineSettings) -> tuple[int, str]:
     directory = settings.target.directory
     index = model_files.read_json(directory / model_files.INDEX) or {}
     try:
-        if all(path.exists() for path in model_files.weight_files(directory).values()):
+        files = set(model_files.weight_files(directory).values())
+        if all(isinstance(model_files.read_header(path), dict) for path in files):
             return preflight.weight_bytes(engine, settings), "headers of the weight files"
-    except UserError:  # no weights here yet
+    except UserError:  # no weights here
         pass
     stated = (index.get("metadata") or {}).get("total_size")
     if isinstance(stated, int | float) and stated > 0:
         return int(stated), f"total_size in {model_files.INDEX}"
-    return parameters(settings.target) * settings.torch_dtype.itemsize, "config.json, no weights are here yet"
+    return parameters(settings.target) * settings.torch_dtype.itemsize, "config.json, no whole weights are here"
 
 
 def _heads(config: dict[str, Any]) -> tuple[int, int]:
