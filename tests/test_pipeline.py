@@ -235,4 +235,6 @@ def test_every_flag_in_the_readme_exists(helps: dict[str, str]) -> None:
     assert len(table) == 14 and all(flag in helps["04_train_draft.py"] for flag in table)
     pipeline_help = pipeline("--help").stdout
     options = ("--smoke", "--config", "--model-path", "--dataset", "--output-dir", "--max-samples", "--from", "--to")
+    options += ("--only", "--args", "--plan", "--probe", "--print-config", "--force", "--redo", "--detach", "--status")
+    options += ("--stop",)
     assert all(option in pipeline_help and option in readme for option in options)

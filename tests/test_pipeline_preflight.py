@@ -164,7 +164,7 @@ def briefing(namespace: Namespace, tmp_path: Path, *flags: object, environment: 
     asked = {"settings": settings_for(*flags).plain(), "action": "run", "force": True, "redo": False}
     (tmp_path / "asked.json").write_text(json.dumps(asked))
     command = f"{sys.executable} -m eagle3.pipeline.briefing {tmp_path}/answer < {tmp_path}/asked.json 2>&1"
-    return namespace.shell(f"{environment} {command}; echo $?")
+    return namespace.shell(f"{environment} {command} && echo 0 || echo $?")
 
 
 @pytest.mark.slow

@@ -99,6 +99,10 @@ def test_a_run_says_what_it_planned_and_did(finished: tuple[Path, str]) -> None:
     assert found["stages"]["04"]["memory"] > 100e6
     assert "tau 1." in text and "% of the answers' tokens covered" in text and "0 rows skipped" in text
     assert "vllm serve " in text and (out / "report.html").exists() and text.rstrip().endswith("a note")
+    page = (out / "report.html").read_text()
+    for entry in found["stages"].values():
+        assert f">{entry['seconds']:,.0f} s</td>" in page and ">finished</td>" in page
+    assert "host memory at most" in page
     (known,) = measured(out)
     assert known.capture.tokens == json.loads((out / "hidden_states" / "manifest.json").read_text())["tokens"]
     assert known.training.tokens_a_second > 0 and known.memory["04"] == found["stages"]["04"]["memory"]

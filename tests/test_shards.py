@@ -65,7 +65,7 @@ def assert_merged(out: Path, whole: Path) -> None:
     one, other = (json.loads((place / "manifest.json").read_text()) for place in (out, whole))
     assert one.pop("shards") > 1
     for manifest in (one, other):  # measured on the first samples of a shard, and of all
-        assert manifest.pop("canary")["argmax_equal"] > 0
+        assert manifest.pop("canary")["argmax_equal"] > 0 and manifest.pop("timing")["tokens"] > 0
     assert one == other
 
 

@@ -102,6 +102,13 @@ def merge(directory: Path) -> None:
         with artifacts.atomic_file(Index(directory).path) as file:
             artifacts.IndexWriter(file).add_all([record for _, record in sorted(records.items())])
         facts = {key: manifests[0][key] for key in ("hidden_size", "vocab_size", "aux_layers", "canary")}
+        timings = [manifest.get("timing") for manifest in manifests]
+        facts["timing"] = None
+        if all(timings):  # shards are captured at the same time
+            facts["timing"] = {
+                "tokens": sum(timing["tokens"] for timing in timings),
+                "seconds": max(timing["seconds"] for timing in timings),
+            }
         artifacts.write_manifest(
             directory,
             "02",

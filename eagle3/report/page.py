@@ -100,7 +100,7 @@ def _tiles(run: Run) -> list[Markup]:
 
 def _configuration(run: Run) -> list[Markup]:
     states = [[stage, name, *_made_by(run.parts[stage])] for stage, name in FOLDERS.items()]
-    parts = [table(["stage", "directory", "state", "code (git)"], states)]
+    parts = [*_took(run), table(["stage", "directory", "state", "code (git)"], states)]
     for stage, part in run.parts.items():
         if part.manifest is None:
             continue
@@ -117,6 +117,24 @@ def _configuration(run: Run) -> list[Markup]:
             continue
     here["this program (git)"] = artifacts.code_version()
     return [*parts, tag("h3", "Versions where this report was made"), facts(here)]
+
+
+def _took(run: Run) -> list[Markup]:
+    """Time, disk and memory by stage as the orchestrator saw them, beside its last plan."""
+    stages = (run.pipeline or {}).get("stages", {})
+    if not stages:
+        return []
+    planned, rows = run.pipeline.get("plan", {}), []
+    for stage, entry in stages.items():
+        plan = planned.get(stage, {})
+        seconds = f"{entry['seconds']:,.0f} s" if "seconds" in entry else "–"
+        rows.append([stage, entry["state"], str(entry.get("attempts", 1)), seconds])
+        rows[-1] += [f"{plan['seconds']:,.0f} s" if plan.get("seconds") else "–"]
+        rows[-1] += [readable(entry["disk"]) if "disk" in entry else "–"]
+        rows[-1] += [readable(plan["disk"]) if plan.get("disk") else "–"]
+        rows[-1] += [readable(entry["memory"]) if entry.get("memory") else "–"]
+    heads = ["stage", "state", "attempts", "took", "planned", "on disk", "planned", "host memory at most"]
+    return [table(heads, rows)]
 
 
 def _made_by(part: Part) -> tuple[str, str]:

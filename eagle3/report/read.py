@@ -38,6 +38,7 @@ class Run:
     metrics: dict[str, list[dict[str, Any]]]  # by kind (train, held_out), ascending steps
     served: dict[str, Any] | None
     card: str | None  # README.md of the export
+    pipeline: dict[str, Any] | None  # run.json of run_pipeline.sh
     faults: list[str]  # files that could not be read
 
 
@@ -61,7 +62,8 @@ def read_run(directory: Path) -> Run:
     served = _read_object(draft / "served_check.json", faults)
     card = draft / "export" / "README.md"
     text = card.read_text(errors="replace") if card.is_file() else None
-    return Run(directory, parts, samples, skipped, metrics, served, text, faults)
+    pipeline = _read_object(directory / "run.json", faults)
+    return Run(directory, parts, samples, skipped, metrics, served, text, pipeline, faults)
 
 
 def _read_part(directory: Path, stage: str) -> Part:
