@@ -171,8 +171,8 @@ def states_bytes(data: Data, layout: Layout) -> int:
 
 
 def map_bytes(vocab_size: int, draft_vocab_size: int) -> int:
-    """What stage 03 writes: the map and a figure."""
-    return vocab_size + 8 * draft_vocab_size + 1_765 + 28_600 + SUMMARY_FILES
+    """What stage 03 writes: the map, a figure and a manifest."""
+    return vocab_size + 8 * draft_vocab_size + 1_765 + 28_630 + 820
 
 
 @dataclass(frozen=True)
