@@ -134,37 +134,42 @@ def plain_answers(
 
 
 def served(
-    target: Target, draft: Path, answers: list[Answer], drafts: int, max_new_tokens: int, log: Path
-) -> tuple[int, Counts]:
-    """How many of the answers vLLM writes identically with the draft, and its counters."""
-    prompts = [answer.prompt for answer in answers]
-    llm = load(target, log, prompts, max_new_tokens + drafts, draft, drafts)
+    target: Target, draft: Path, sets: list[list[Answer]], drafts: int, max_new_tokens: int, log: Path
+) -> list[tuple[int, Counts]]:
+    """Of each set how many answers vLLM writes identically with the draft, and its counters."""
+    llm = load(target, log, [one.prompt for answers in sets for one in answers], max_new_tokens + drafts, draft, drafts)
     from vllm import SamplingParams  # not before the output goes to the log
 
+    results, before = [], Counts(0, 0, [0] * drafts)
     try:
         sampling = SamplingParams(temperature=0, max_tokens=max_new_tokens, detokenize=False)
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-        counts = served_check.counters(llm)
+        for answers in sets:
+            outputs = llm.generate([{"prompt_token_ids": one.prompt} for one in answers], sampling, use_tqdm=False)
+            identical = sum(
+                list(output.outputs[0].token_ids) == answer.written[: answer.length]
+                for answer, output in zip(answers, outputs, strict=True)
+            )
+            now = served_check.counters(llm)  # of the engine's whole life
+            results.append((identical, now - before))
+            before = now
     finally:
         vllm_runtime.shutdown(llm)
-    identical = sum(
-        list(output.outputs[0].token_ids) == answer.written[: answer.length]
-        for answer, output in zip(answers, outputs, strict=True)
-    )
-    return identical, counts
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", required=True, help="target: model directory or hub name")
     parser.add_argument("--draft", type=Path, required=True, help="export of stage 04")
-    parser.add_argument("--prompts", type=Path, required=True, help="jsonl as for benchmarks/serve.py")
+    parser.add_argument(
+        "--prompts", type=Path, action="append", required=True, help="jsonl as for benchmarks/serve.py, repeatable"
+    )
     parser.add_argument(
         "--skip", type=int, default=0, help="prompts to leave out at the beginning, such as trained ones"
     )
-    parser.add_argument("--max-prompts", type=int, default=100, help="(default %(default)s)")
+    parser.add_argument("--max-prompts", type=int, default=100, help="of each set (default %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=96, help="(default %(default)s)")
-    parser.add_argument("--drafts", type=int, default=3, help="drafts a step (default %(default)s)")
+    parser.add_argument("--drafts", type=int, nargs="+", default=[3], help="drafts a step, several in turn (default 3)")
     parser.add_argument("--output-dir", type=Path, default=Path("output/served_walk"), help="(default %(default)s)")
     arguments = parser.parse_args()
     started = time.monotonic()
@@ -172,30 +177,31 @@ def main() -> None:
         raise UserError("this comparison needs float32 on CPU: set CUDA_VISIBLE_DEVICES=''")
     target = open_target(arguments.model_path, weights=True)
     tokenizer = load_tokenizer(target, trust_remote_code=False)
-    prompts = read_prompts(arguments.prompts, tokenizer, arguments.skip + arguments.max_prompts)[arguments.skip :]
+    most, skip = arguments.skip + arguments.max_prompts, arguments.skip
+    sets = [read_prompts(path, tokenizer, most)[skip:] for path in arguments.prompts]
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    log = arguments.output_dir / "engine.log"
-    answers = plain_answers(target, prompts, arguments.drafts, arguments.max_new_tokens, log)
-    identical, counted = served(target, arguments.draft, answers, arguments.drafts, arguments.max_new_tokens, log)
-    draft, d2t = open_draft(target, arguments.draft)
-    walked = count_walk(answers, target, draft, d2t, arguments.drafts, arguments.output_dir)
-    result = {
-        "prompts": len(prompts),
-        "identical_answers": identical,
-        "tokens": sum(answer.length for answer in answers),
-        "served": vars(counted) | counted.report(),
-        "walk": vars(walked) | walked.report(),
-    }
-    artifacts.save_json(arguments.output_dir / "served_walk.json", result)
-    terminal.summary(
-        f"served and predicted, {len(prompts)} prompts, {arguments.drafts} drafts a step",
-        {
-            "identical answers": f"{identical} of {len(prompts)}",
-            "served": f"tau {counted.report()['tau']}, {counted.drafts} drafts, by position {counted.by_position}",
-            "walk": f"tau {walked.report()['tau']}, {walked.drafts} drafts, by position {walked.by_position}",
-        },
-        started,
+    log, tokens = arguments.output_dir / "engine.log", arguments.max_new_tokens
+    together = iter(
+        plain_answers(target, [ids for prompts in sets for ids in prompts], max(arguments.drafts), tokens, log)
     )
+    answers = [[next(together) for _ in prompts] for prompts in sets]
+    draft, d2t = open_draft(target, arguments.draft)
+    results, rows = [], {}
+    for drafts in arguments.drafts:
+        counted = served(target, arguments.draft, answers, drafts, tokens, log)
+        for path, ones, (identical, of_server) in zip(arguments.prompts, answers, counted, strict=True):
+            walked = count_walk(ones, target, draft, d2t, drafts, arguments.output_dir)
+            result = {"set": path.stem, "drafts": drafts, "prompts": len(ones), "identical_answers": identical}
+            result["tokens"] = sum(answer.length for answer in ones)
+            result |= {"served": vars(of_server) | of_server.report(), "walk": vars(walked) | walked.report()}
+            results.append(result)
+            artifacts.save_json(arguments.output_dir / "served_walk.json", results)
+            rows[f"{path.stem}, {drafts} drafts"] = (
+                f"tau {of_server.report()['tau']} served, {walked.report()['tau']} walked; by position "
+                f"{of_server.by_position} of {of_server.drafts}, {walked.by_position} of {walked.drafts}; "
+                f"{identical} of {len(ones)} answers identical"
+            )
+    terminal.summary("served and predicted", rows, started)
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ def served_draft(plain: Plain, request: pytest.FixtureRequest, tmp_path_factory:
     scratch = tmp_path_factory.mktemp("served-walk")
     export = scratch / "export"
     train_on(plain.samples, plain.target, export, request.param)
-    counts = served(plain.target, export, plain.answers, DRAFTS, TOKENS, scratch / "engine.log")
-    return Served(plain.target, export, plain.answers, *counts)
+    (result,) = served(plain.target, export, [plain.answers], DRAFTS, TOKENS, scratch / "engine.log")
+    return Served(plain.target, export, plain.answers, *result)
 
 
 @torch.no_grad()
