@@ -137,8 +137,9 @@ def main() -> int:
         except (RuntimeError, MemoryError) as error:
             if not terminal.is_out_of_memory(error):
                 raise
+            told = "".join(f"; {note}" for note in getattr(error, "__notes__", []))
             raise UserError(
-                f"out of memory ({terminal.short(error)}); activations grow with --max-tokens (now "
+                f"out of memory ({terminal.short(error)}){told}; activations grow with --max-tokens (now "
                 f"{arguments.max_tokens}) and --ttt-steps (now {arguments.ttt_steps}), lower these or --max-rows, or "
                 "give --activation-checkpointing; optimizer states are spread over more ranks, or put into host memory "
                 "by offload_optimizer in --deepspeed-config's JSON"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -232,6 +233,38 @@ def test_misspelt_flags_and_nested_keys_are_one_line(tiny_target: Path, tmp_path
 
 
 # ---------------------------------------------------------------------------------------------------- memory
+
+TOO_LARGE = """
+import runpy, sys, torch
+from eagle3.draft import training_time_test
+forward, passes = training_time_test.TrainingTimeTest.forward, [0]
+def small(self, fused, *, keep):
+    passes[0] += keep
+    if passes[0] == 3:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return forward(self, fused, keep=keep)
+training_time_test.TrainingTimeTest.forward = small
+sys.argv[0] = sys.argv.pop(1)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_amid_training_names_what_fitted(tiny_target: Path, tmp_path: Path) -> None:
+    write_states(tmp_path, tiny_target)
+    program = tmp_path / "program.py"
+    program.write_text(TOO_LARGE)
+    command = stage_04(tiny_target, tmp_path, tmp_path / "draft", "--max-tokens", 120, "--max-rows", 120)
+    result = run(command[0], program, *command[1:])
+    assert result.returncode == 1
+    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    found = re.search(
+        r"a micro-batch of (\d+) tokens and (\d+) draft starts did not fit, the largest that did had (\d+) and (\d+); ",
+        error,
+    )
+    sizes = list(map(int, found.groups()))
+    assert max(sizes) <= 120 and min(sizes) > 20 and "--max-tokens (now 120)" in error
+
 
 MEASURE = """
 import resource, sys, torch

@@ -5,7 +5,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -124,6 +124,7 @@ class Trainer:
         self.device = engine.device()
         self.target_to_draft = target_to_draft.to(self.device)
         self.dtype = getattr(torch, options.dtype)
+        self.fitted = (0, 0)  # draft starts and tokens of the largest micro-batch so far
         self.source = reading.Source(hidden_states, model.config, options.ttt_steps, self.device)
         self.sample_cost = sample_cost(model.config, options.ttt_steps, options.train_lm_head, options.loss)
         self.per_epoch = [
@@ -202,20 +203,36 @@ class Trainer:
         # losses of each TTT step; 1 for each micro-batch whose loss is not finite, in the order of the packs
         sums = torch.zeros(steps + self.world * len(batches), dtype=torch.float64, device=self.device)
         for micro, batch in enumerate(batches):
-            batch = batch.to(self.device, self.dtype)
-            teacher = self._text(batch) if self.options.loss == "cross-entropy" else self._teacher(batch)
-            output = self.engine(batch, teacher)
-            sums[:steps] += output.loss.detach()
-            sums[steps + micro * self.world + self.rank] = ~output.loss.detach().isfinite().all()
-            loss = (output.loss * weights).sum()
-            # DeepSpeed averages over ranks; the weights already count the rows of all of them
-            self.engine.backward(loss * self.world, scale_wrt_gas=False)
+            with self._size_told(batch):
+                batch = batch.to(self.device, self.dtype)
+                teacher = self._text(batch) if self.options.loss == "cross-entropy" else self._teacher(batch)
+                output = self.engine(batch, teacher)
+                sums[:steps] += output.loss.detach()
+                sums[steps + micro * self.world + self.rank] = ~output.loss.detach().isfinite().all()
+                loss = (output.loss * weights).sum()
+                # DeepSpeed averages over ranks; the weights already count the rows of all of them
+                self.engine.backward(loss * self.world, scale_wrt_gas=False)
             if micro + 1 < len(batches):
                 self.engine.step()
         if self.world > 1:
             dist.all_reduce(sums)
         loss = (sums[:steps] / rows.clamp(min=1)).cpu()
         return loss, self.guard.step(loss, bool(rows.any())), sums[steps:].nonzero()[:, 0].tolist(), int(counts[steps])
+
+    @contextlib.contextmanager
+    def _size_told(self, batch: Batch) -> Iterator[None]:
+        """Notes on an error of memory how large the micro-batch was, and the largest that fitted before."""
+        size = batch.rows.numel(), batch.input_ids.numel()
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if terminal.is_out_of_memory(error):
+                told = "a micro-batch of {1:,} tokens and {0:,} draft starts did not fit".format(*size)
+                if self.fitted[1]:
+                    told += ", the largest that did had {1:,} and {0:,}".format(*self.fitted)
+                error.add_note(told)
+            raise
+        self.fitted = max(self.fitted, size)
 
     def _skipped(self, outcome: guard.Outcome, packs: list[list[dict]], record: Record | None) -> None:
         """Name a step that was left out, and the samples of `packs`. Raises UserError after too many in a row."""
