@@ -68,15 +68,15 @@ def answers_beyond_the_end(
 
 @torch.no_grad()
 def count_walk(
-    answers: list[Answer], target: Target, draft: DraftModel, d2t: torch.Tensor, drafts: int, scratch: Path
-) -> Counts:
-    """What a server would count that proposes `drafts` tokens a step."""
+    answers: list[Answer], target: Target, draft: DraftModel, d2t: torch.Tensor, drafts: list[int], scratch: Path
+) -> list[Counts]:
+    """What servers would count that propose so many tokens a step."""
     layers = (*draft.config.aux_layers, target.num_layers)
     layout = Layout(layers, target.hidden_size, "float32", "float32", "float32")
     settings = interface.EngineSettings(target, layout, 1, scratch)
     head = TargetHead(target, torch.float32, "cpu", rows=torch.arange(len(d2t)) + d2t)
     to_draft = target_to_draft(d2t, target.vocab_size)
-    counts = Counts(0, 0, [0] * drafts)
+    counts = [Counts(0, 0, [0] * most) for most in drafts]
     with (
         contextlib.closing(TransformersEngine(settings)) as engine,
         terminal.progress(len(answers), "answer", "walking") as bar,
@@ -91,15 +91,17 @@ def count_walk(
                 "aux_hidden": scored.states[:, :-1].flatten(1),
                 "final_hidden": scored.states[:, -1][mask],
             }
-            batch = make_batch([sample], drafts, "served")
+            batch = make_batch([sample], max(drafts), "served")
             output = draft(batch, Teacher(head(batch.final_hidden)))
             wanted = to_draft[batch.labels.clamp(min=0)]
             right = batch.valid & (output.predicted == wanted) & (wanted >= 0)  # [K, R]
             accepted = right.long().cumprod(0).sum(0).tolist()  # of the starts after the answer's first token, ...
-            for start in walk(accepted):
-                if start + 1 >= answer.length:  # so many tokens are out: the server has stopped
-                    break
-                counts += Counts(1, accepted[start], [int(accepted[start] > k) for k in range(drafts)])
+            for place, most in enumerate(drafts):
+                taken = [min(count, most) for count in accepted]
+                for start in walk(taken):
+                    if start + 1 >= answer.length:  # so many tokens are out: the server has stopped
+                        break
+                    counts[place] += Counts(1, taken[start], [int(taken[start] > k) for k in range(most)])
             bar.update(1)
     return counts
 
@@ -186,19 +188,20 @@ def main() -> None:
     )
     answers = [[next(together) for _ in prompts] for prompts in sets]
     draft, d2t = open_draft(target, arguments.draft)
+    walks = [count_walk(ones, target, draft, d2t, arguments.drafts, arguments.output_dir) for ones in answers]
     results, rows = [], {}
-    for drafts in arguments.drafts:
+    for place, drafts in enumerate(arguments.drafts):
         counted = served(target, arguments.draft, answers, drafts, tokens, log)
-        for path, ones, (identical, of_server) in zip(arguments.prompts, answers, counted, strict=True):
-            walked = count_walk(ones, target, draft, d2t, drafts, arguments.output_dir)
+        for path, ones, walked, (identical, of_server) in zip(arguments.prompts, answers, walks, counted, strict=True):
+            of_walk = walked[place]
             result = {"set": path.stem, "drafts": drafts, "prompts": len(ones), "identical_answers": identical}
             result["tokens"] = sum(answer.length for answer in ones)
-            result |= {"served": vars(of_server) | of_server.report(), "walk": vars(walked) | walked.report()}
+            result |= {"served": vars(of_server) | of_server.report(), "walk": vars(of_walk) | of_walk.report()}
             results.append(result)
             artifacts.save_json(arguments.output_dir / "served_walk.json", results)
             rows[f"{path.stem}, {drafts} drafts"] = (
-                f"tau {of_server.report()['tau']} served, {walked.report()['tau']} walked; by position "
-                f"{of_server.by_position} of {of_server.drafts}, {walked.by_position} of {walked.drafts}; "
+                f"tau {of_server.report()['tau']} served, {of_walk.report()['tau']} walked; by position "
+                f"{of_server.by_position} of {of_server.drafts}, {of_walk.by_position} of {of_walk.drafts}; "
                 f"{identical} of {len(ones)} answers identical"
             )
     terminal.summary("served and predicted", rows, started)

@@ -145,7 +145,7 @@ def speculate(model, export: Export, aux_layers: list[int], prompt: list[int], t
 def test_the_walk_is_what_vllm_counts(served_draft: Served, tmp_path: Path) -> None:
     assert served_draft.identical == PROMPTS
     draft, d2t = open_draft(served_draft.target, served_draft.export)
-    walked = count_walk(served_draft.answers, served_draft.target, draft, d2t, DRAFTS, tmp_path)
+    (walked,) = count_walk(served_draft.answers, served_draft.target, draft, d2t, [DRAFTS], tmp_path)
     assert walked == served_draft.counts
     first, *_, last = walked.report()["acceptance_by_position"]
     assert 0.2 < last < first < 0.95, "all or nothing accepted tells nothing"
@@ -158,6 +158,6 @@ def test_the_walk_is_chain_speculation(served_draft: Served, tiny_target: Path, 
     draft, d2t = open_draft(served_draft.target, served_draft.export)
     for answer in served_draft.answers[:3]:
         steps = speculate(model, export, AUX_LAYERS, answer.prompt, answer.length, DRAFTS)
-        counts = count_walk([answer], served_draft.target, draft, d2t, DRAFTS, tmp_path)
+        (counts,) = count_walk([answer], served_draft.target, draft, d2t, [DRAFTS], tmp_path)
         assert (counts.drafts, counts.accepted) == (len(steps), sum(steps))
         assert counts.by_position == [sum(step > k for step in steps) for k in range(DRAFTS)]
