@@ -17,8 +17,9 @@ from eagle3.draft import attention, ops
 def works(kernel: str, got: Callable[[], list[torch.Tensor]], wanted: Callable[[], list[torch.Tensor]]) -> bool:
     """Whether `got`, by a kernel, gives the tensors of `wanted` but for rounding; says so where not."""
     try:
-        pairs = zip(got(), wanted(), strict=True)
-        error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
+        pairs = [(a.float(), b.float()) for a, b in zip(got(), wanted(), strict=True)]
+        errors = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in pairs]
+        error = torch.stack(errors).max().item()  # torch's maximum, unlike Python's, is never blind to NaN
         if error < 0.02:  # bfloat16 rounds by 0.004
             return True
         problem = f"its numbers are off by {error:.1%}"

@@ -76,10 +76,14 @@ def kernel_works(dtype: torch.dtype, device: str) -> bool:
     generator = torch.Generator(device).manual_seed(0)
     logits, other = (3 * torch.randn(rows, 5000, device=device, generator=generator).to(dtype) for rows in (16, 8))
     index, valid = torch.arange(16, device=device) % 8, torch.arange(16, device=device) % 5 > 0
+    text = Text(torch.arange(-1, 4900, 700, device=device))
 
     def results(compare: Callable, log_sum_exp: Callable) -> list[torch.Tensor]:
-        lse, replaced = log_sum_exp(other), logits.clone()
-        return [lse, *compare(replaced, Teacher(other, lse + 0.1, lse), index, valid), replaced]
+        found = [log_sum_exp(other)]
+        for teacher in (Teacher(other, found[0] + 0.1, found[0]), text):
+            replaced = logits.clone()
+            found += [*compare(replaced, teacher, index, valid), replaced]
+        return found
 
     def by_kernels() -> list[torch.Tensor]:
         from eagle3.draft import loss_kernel
