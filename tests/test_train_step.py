@@ -215,8 +215,10 @@ def random_attention(width: int, heads: int, kv_heads: int, own: int) -> tuple[t
     return made(7, heads, width), cache, SharedKeys.of(rows, documents, "cpu")
 
 
+@pytest.mark.parametrize("at_once", [attention.AT_ONCE, 1, 150])  # of 6 heads and 12 or 9 keys
 @pytest.mark.parametrize("step", [0, 1, 3])
-def test_attention_is_one_softmax_over_shared_and_own_keys(step):
+def test_attention_is_one_softmax_over_shared_and_own_keys(step, at_once, monkeypatch):
+    monkeypatch.setattr(attention, "AT_ONCE", at_once)
     query, cache, shared = random_attention(8, 6, 2, 3)
     for one in (query, *vars(cache).values()):
         one.requires_grad_()
@@ -274,6 +276,7 @@ from eagle3.draft import backend
 assert backend.ops_work(torch.float32, "cpu") and backend.ops_work(torch.bfloat16, "cpu")
 assert backend.attention_works(torch.float32, 4, 4, 16, "cpu")
 assert backend.attention_works(torch.float32, 4, 2, 24, "cpu")  # a width that is no power of two
+assert backend.attention_works(torch.float32, 2, 2, 136, "cpu")  # a wide one
 """
 
 
@@ -284,6 +287,41 @@ def test_kernels_are_their_twins(program):
     """By Triton's interpreter, which needs no GPU."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, env=environment, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tiles", "kernel", "width", "capability", "limit"),
+    [
+        ("LARGE", "query_grad", 128, 80, 166_912),  # bytes for a block on an A100
+        ("LARGE", "query_grad", 128, 90, 232_448),
+        ("LARGE_WIDE", "forward", 256, 80, 166_912),
+        ("LARGE_WIDE", "forward", 256, 90, 232_448),
+        ("SMALL", "keys_grad", 128, 86, 101_376),
+        ("SMALL_WIDE", "keys_grad", 256, 86, 101_376),
+    ],
+)
+def test_tiles_fit_into_shared_memory(tiles, kernel, width, capability, limit):
+    """Those that take most, compiled for GPUs that need not be here: what does not fit would run in plain torch."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from eagle3.draft import attention_kernel
+
+    rows, keys, warps, stages = getattr(getattr(attention_kernel, tiles), kernel)
+    function = getattr(attention_kernel, f"_{kernel}")
+    fixed = {"ROWS": rows, "KEYS": keys, "BLOCK": KEY_BLOCK, "WIDTH": width, "PADDED": width}
+    fixed = {name: value for name, value in fixed.items() if name in function.arg_names}
+    kinds = dict.fromkeys(("rows", "tokens", "heads", "kv_heads", "steps"), "i32") | {"scale": "fp32"}
+    kinds |= dict.fromkeys(("first_in", "last_in", "seen_by"), "*i64")
+    kinds |= dict.fromkeys(("lse_in", "lse_out", "delta_in"), "*fp32") | dict.fromkeys(fixed, "constexpr")
+    signature = {name: kinds.get(name, "*bf16") for name in function.arg_names}
+    aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(signature.values()) if kind[0] == "*"}
+    source = ASTSource(fn=function, signature=signature, constexprs=fixed, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert compiled.metadata.shared <= limit
 
 
 def test_the_twin_leaves_the_gradient_in_the_place_of_the_logits(monkeypatch):
@@ -329,7 +367,15 @@ def test_a_kernel_that_is_wrong_or_does_not_run_is_not_used(monkeypatch, capsys)
         kl, best, overlap = loss.compare_plainly(logits, teacher, index, valid)
         return 1.1 * kl, best, overlap
 
-    for kernel, words in ((wrong, "its numbers are off by"), (lambda *_: 1 / 0, "ZeroDivisionError")):
+    def wrong_for_text(logits, teacher, index, valid):
+        return (wrong if isinstance(teacher, loss.Text) else loss.compare_plainly)(logits, teacher, index, valid)
+
+    def no_numbers(logits, teacher, index, valid):
+        kl, best, overlap = loss.compare_plainly(logits, teacher, index, valid)
+        return kl, best, overlap * float("nan")
+
+    kernels = {wrong: "off by", wrong_for_text: "off by", no_numbers: "off by nan", lambda *_: 1 / 0: "ZeroDivision"}
+    for kernel, words in kernels.items():
         loss.kernel_works.cache_clear()
         monkeypatch.setattr(loss_kernel, "compare_on_gpu", kernel)
         monkeypatch.setattr(loss_kernel, "log_sum_exp", loss.log_sum_exp_plainly)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-KEY_BLOCK = 128  # keys of a program of attention_kernel's gradient
+KEY_BLOCK = 128  # keys that attention_kernel's gradient knows the rows of
+AT_ONCE = 2**26  # float32 scores at a time, in plain torch
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,18 @@ def attend_backward(
 
 
 def _documents(query: torch.Tensor, cache: Cache, shared: SharedKeys) -> Iterator[tuple]:
-    """Each document by itself, which has rows: their range, query times the scale [kv, group, r, d], keys and values
-    up to the last row [kv, 1, t, d], and which of these each row does not see, bool [r, t]."""
+    """Each document that has rows by itself, or some rows of a long one: their range, query times the scale
+    [kv, group, r, d], keys and values up to the last row [kv, 1, t, d], and which of these each row does not see,
+    bool [r, t]."""
     _, heads, width = query.shape
     kv_heads = cache.keys.shape[1]
-    begin = 0
+    stop = 0
     starts, counts = shared.first.unique_consecutive(return_counts=True)
     for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
-        part = slice(begin, begin + count)
-        begin += count
-        end = int(shared.last[part.stop - 1]) + 1
-        q = query[part].view(count, kv_heads, heads // kv_heads, width).permute(1, 2, 0, 3) * width**-0.5
-        k, v = (one[start:end].transpose(0, 1)[:, None] for one in (cache.keys, cache.values))
-        yield part, q, k, v, torch.arange(start, end, device=query.device) > shared.last[part][:, None]
+        begin, stop = stop, stop + count
+        most = max(1, AT_ONCE // (heads * (int(shared.last[stop - 1]) + 1 - start)))  # rows
+        for part in (slice(row, min(row + most, stop)) for row in range(begin, stop, most)):
+            end = int(shared.last[part.stop - 1]) + 1
+            q = query[part].view(-1, kv_heads, heads // kv_heads, width).permute(1, 2, 0, 3) * width**-0.5
+            k, v = (one[start:end].transpose(0, 1)[:, None] for one in (cache.keys, cache.values))
+            yield part, q, k, v, torch.arange(start, end, device=query.device) > shared.last[part][:, None]

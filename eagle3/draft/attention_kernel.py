@@ -29,18 +29,22 @@ class Tiles:
 
     forward: tuple[int, int, int, int]
     query_grad: tuple[int, int, int, int]
-    keys_grad: tuple[int, int, int]  # its keys are KEY_BLOCK
+    keys_grad: tuple[int, int, int, int]  # its keys divide KEY_BLOCK
 
 
-LARGE = Tiles((128, 64, 8, 3), (128, 64, 8, 3), (64, 8, 2))  # measured on an H200 with heads of 128
-SMALL = Tiles((64, 64, 4, 2), (64, 32, 4, 2), (32, 8, 1))  # GPUs with 100 KB of shared memory
+LARGE = Tiles((128, 64, 8, 3), (128, 64, 8, 3), (64, 128, 8, 2))  # measured on an H200 with heads of 128
+SMALL = Tiles((64, 64, 4, 2), (64, 32, 4, 2), (32, 128, 8, 1))  # GPUs with 100 KB of shared memory
+# Heads over 128, up to 256: what fits into the same memory
+LARGE_WIDE = Tiles((64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 2))
+SMALL_WIDE = Tiles((64, 32, 8, 2), (32, 32, 4, 2), (16, 64, 8, 1))
 
 
 @cache
-def _tiles() -> Tiles:
+def _tiles(width: int) -> Tiles:
+    small, large = (SMALL_WIDE, LARGE_WIDE) if width > 128 else (SMALL, LARGE)
     if not torch.cuda.is_available():  # Triton's interpreter
-        return SMALL
-    return LARGE if torch.cuda.get_device_properties().shared_memory_per_block_optin > 160_000 else SMALL
+        return small
+    return large if torch.cuda.get_device_properties().shared_memory_per_block_optin > 160_000 else small
 
 
 @triton.jit
@@ -259,16 +263,17 @@ def _keys_grad_tile(
 def _keys_grad(
     out_grad, query, key, value, first_in, last_in, seen_by, lse_in, delta_in, key_grad, value_grad,
     rows, tokens, heads, kv_heads, scale,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Adds to the gradients of shared keys and values."""
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     places = block * KEYS + tl.arange(0, KEYS)
-    some = tl.load(seen_by + 4 * block).to(tl.int32)
-    every = tl.load(seen_by + 4 * block + 1).to(tl.int32)
-    until = tl.load(seen_by + 4 * block + 2).to(tl.int32)
-    end = tl.load(seen_by + 4 * block + 3).to(tl.int32)
+    seen_by += block * KEYS // BLOCK * 4  # of the block that these keys are part of
+    some = tl.load(seen_by).to(tl.int32)
+    every = tl.load(seen_by + 1).to(tl.int32)
+    until = tl.load(seen_by + 2).to(tl.int32)
+    end = tl.load(seen_by + 3).to(tl.int32)
     full = some + tl.cdiv(every - some, ROWS) * ROWS
     rest = full + tl.maximum(tl.minimum(until, end) - full, 0) // ROWS * ROWS
 
@@ -311,7 +316,7 @@ def attend(query: torch.Tensor, cache: Cache, shared: SharedKeys, step: int, out
     """attention.attend of contiguous tensors."""
     rows, heads, width = query.shape
     lse = torch.empty(heads, rows, dtype=torch.float32, device=query.device)
-    block, keys, warps, stages = _tiles().forward
+    block, keys, warps, stages = _tiles(width).forward
     _forward[(triton.cdiv(rows, block), heads)](
         query,
         cache.keys,
@@ -373,7 +378,7 @@ def attend_backward(
         num_warps=4,
         **sizes,
     )
-    block, keys, warps, stages = _tiles().query_grad
+    block, keys, warps, stages = _tiles(width).query_grad
     _query_grad[(triton.cdiv(rows, block), heads)](
         out_grad,
         query,
@@ -394,8 +399,8 @@ def attend_backward(
         num_stages=stages,
         **sizes,
     )
-    block, warps, stages = _tiles().keys_grad
-    _keys_grad[(triton.cdiv(tokens, KEY_BLOCK), kv_heads)](
+    block, keys, warps, stages = _tiles(width).keys_grad
+    _keys_grad[(triton.cdiv(tokens, keys), kv_heads)](
         out_grad,
         query,
         cache.keys,
@@ -413,7 +418,8 @@ def attend_backward(
         kv_heads,
         scale,
         ROWS=block,
-        KEYS=KEY_BLOCK,
+        KEYS=keys,
+        BLOCK=KEY_BLOCK,
         num_warps=warps,
         num_stages=stages,
         **sizes,

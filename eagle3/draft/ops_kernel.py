@@ -7,8 +7,6 @@ import triton.language as tl
 PROGRAMS = 264  # of a reduction over rows: two for each of an H200's 132 multiprocessors
 STRIP = 1024  # columns of an elementwise program
 
-# Numbers that change from batch to batch are not specialised: a kernel is compiled once, whatever the batch
-
 
 @triton.jit
 def _rms_norm(x_in, weight, y_out, inverse_out, width, eps, WIDTH: tl.constexpr):
@@ -22,6 +20,7 @@ def _rms_norm(x_in, weight, y_out, inverse_out, width, eps, WIDTH: tl.constexpr)
     tl.store(inverse_out + row, inverse)
 
 
+# Numbers that change from batch to batch are not specialised: a kernel is compiled once, whatever the batch
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_backward(
     y_grad,  # [N, H]
@@ -133,11 +132,12 @@ def _gathered(grads, row_at, places, total_out, steps, rows, width, first, STRIP
     at = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
     total = tl.zeros([STRIP], tl.float32)
     start = tl.load(places + part) - 1 - first  # the position whose row took this part at step `first`
+    size = rows.to(tl.int64) * width
     for step in range(0, steps):
         row = tl.load(row_at + start - step, mask=start >= step, other=-1)
         if row >= 0:
             total += tl.load(grads + row * width + at, mask=at < width, other=0.0).to(tl.float32)
-        grads += rows * width
+        grads += size
     tl.store(total_out + part * width + at, total.to(total_out.dtype.element_ty), mask=at < width)
 
 
