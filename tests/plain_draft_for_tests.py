@@ -27,8 +27,8 @@ def plain_step(
     tokens = len(ids)
     place = torch.arange(tokens, device=ids.device)
     seen = (documents[:, None] == documents[None]) & (place[None] <= place[:, None])  # [T, T]
-    heads = model.config.num_attention_heads
-    group = heads // model.config.num_key_value_heads
+    width = model.config.head_dim
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
     log_p = teacher_logits.float().log_softmax(-1)  # [S, D]
     inside = None if normaliser is None else (teacher_logits.float().logsumexp(-1) - normaliser).exp()
 
@@ -45,10 +45,10 @@ def plain_step(
         embedded = norm(model.embed_tokens[ids[after]], layer.input_layernorm.weight, eps)
         x = torch.cat([embedded, norm(hidden, layer.hidden_norm.weight, eps)], -1)  # [T, 2H]
         cos, sin = (part.to(x.dtype) for part in model.rotary(positions + step))
-        query = rotate(attention.heads(attention.q_proj(x)), cos, sin)  # [T, heads, d]
-        keys.append(rotate(attention.heads(attention.k_proj(x)), cos, sin).repeat_interleave(group, 1))
-        values.append(attention.heads(attention.v_proj(x)).repeat_interleave(group, 1))
-        scale = query.shape[-1] ** -0.5
+        query = rotate(attention.q_proj(x).unflatten(1, (-1, width)), cos, sin)  # [T, heads, d]
+        keys.append(rotate(attention.k_proj(x).unflatten(1, (-1, width)), cos, sin).repeat_interleave(group, 1))
+        values.append(attention.v_proj(x).unflatten(1, (-1, width)).repeat_interleave(group, 1))
+        scale = width**-0.5
         scores = torch.einsum("rhd,thd->hrt", query, keys[0]) * scale
         scores = scores.masked_fill(~seen, float("-inf"))
         own = [(query * key).sum(-1).T[..., None] * scale for key in keys[1:]]  # k x [heads, T, 1]

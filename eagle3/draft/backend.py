@@ -85,8 +85,8 @@ def attention_works(dtype: torch.dtype, heads: int, kv_heads: int, width: int, d
         return False
     group = heads // kv_heads
     generator = torch.Generator(device).manual_seed(0)
-    documents = torch.tensor([0] * 200 + [1] * 190)
-    rows = torch.tensor([*range(90, 200), *range(260, 390)])
+    documents = torch.tensor([0] * 290 + [1] * 100)
+    rows = torch.tensor([*range(90, 290), *range(320, 390)])  # tiles with a mask and without, for any of Tiles
     shared = attention.SharedKeys.of(rows, documents, device)
 
     def drawn(*shape: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ class Teacher:
     ) -> None:
         """logits: [S, D], of final_norm and lm_head rows of the draft ids.
 
-        normaliser: float [S], log of the sum of exp(logit) over all V target ids; only `overlap` needs it.
+        normaliser: float [S], log of the sum of exp(logit) over all V target ids; only the overlap needs it.
         lse: float [S], the same over the logits, where it is known.
         """
         self.logits = logits

@@ -76,7 +76,7 @@ class StepOutput:
 
     loss: torch.Tensor  # float [K], KL or cross-entropy summed over the valid rows of each step
     predicted: torch.Tensor  # int64 [K, R], draft-vocabulary id of the likeliest token
-    overlap: torch.Tensor | None = None  # float [K, R], Teacher.overlap, where the teacher can tell
+    overlap: torch.Tensor | None = None  # float [K, R], sum of min(p, q), where the teacher can tell
 
 
 class RMSNorm(nn.Module):
@@ -94,17 +94,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
         query = config.num_attention_heads * config.head_dim
         key = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(2 * config.hidden_size, query, bias=False)
         self.k_proj = nn.Linear(2 * config.hidden_size, key, bias=False)
         self.v_proj = nn.Linear(2 * config.hidden_size, key, bias=False)
         self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
-
-    def heads(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, heads * d] -> [N, heads, d]."""
-        return x.view(x.shape[0], -1, self.head_dim)
 
 
 class MLP(nn.Module):

@@ -281,8 +281,7 @@ class TrainingTimeTest:
         query_part_grad = self.ops.gathered(self.mixed.flatten(2), row_at, batch.embedded, 0)  # [U, heads * d]
         fill("q", query_part_grad, unit.index_select(0, batch.embedded))
         del query_part_grad, self.mixed
-        steps = ("k", keys_grad, self.grads.own_keys), ("v", values_grad, self.grads.own_values)
-        for name, grad, own in steps:
+        for name, grad, own in (("k", keys_grad, self.grads.own_keys), ("v", values_grad, self.grads.own_values)):
             part_grad = self.ops.gathered(own.flatten(2), row_at, every, 1)  # [T, kv * d]
             part_grad[1:] += grad[:-1]  # the key of position t took the token after it
             fill(name, part_grad, unit)
