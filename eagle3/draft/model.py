@@ -26,7 +26,8 @@ from eagle3.states import dequantise
 
 @dataclass
 class Batch:
-    """Packed documents and the rows (start positions of drafts) that are computed. T tokens, R rows, K steps."""
+    """Packed documents and the rows (start positions of drafts) that are computed. T tokens, R rows (one or more: see
+    `supervision.empty_batch`), K steps."""
 
     input_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T], position inside the document
