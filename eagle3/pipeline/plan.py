@@ -318,7 +318,8 @@ def _plan_training(job: Job, one: StagePlan) -> None:
     ranks = job.gpus
     budgets = flags.max_tokens, flags.max_rows or flags.max_tokens
     micro = ranks * flags.accumulation
-    train_tokens, steps, fullest = _packs(job, flags, budgets, micro)
+    cost = estimate.sample_cost(config, flags.ttt_steps, trained_head, flags.loss)
+    train_tokens, steps, fullest = _packs(job, flags, budgets, micro, cost)
     held_out = flags.val_fraction > 0
     files = draft_bytes(config, trained_head, itemsize, deepspeed, steps)
     checkpoints = min(2, flags.epochs + steps // flags.save_every)
@@ -327,9 +328,8 @@ def _plan_training(job: Job, one: StagePlan) -> None:
 
     weights = estimate.Weights.of(config, trained_head)
     memory = estimate.state_bytes(weights, itemsize, deepspeed, ranks)
-    saved = estimate.saved_bytes(
-        config, fullest, itemsize, kernels=job.on_gpu, recompute=flags.activation_checkpointing
-    )
+    saved = estimate.saved_bytes(config, fullest, itemsize, recompute=flags.activation_checkpointing)
+    saved += estimate.backward_bytes(config, fullest, itemsize)
     memory["activations"] = saved + estimate.input_bytes(config, fullest, itemsize)
     on_device = sum(size for part, size in memory.items() if "host memory" not in part)
     in_host = sum(memory.values()) - on_device
@@ -373,13 +373,15 @@ def draft_of(job: Job) -> DraftConfig:
     return derive(job.target, size, list(job.layout.layers[:-1]), stated, norms)
 
 
-def _packs(job: Job, flags: argparse.Namespace, budgets: tuple[int, int], micro: int) -> tuple[int, int, estimate.Work]:
+def _packs(
+    job: Job, flags: argparse.Namespace, budgets: tuple[int, int], micro: int, cost: packing.Cost
+) -> tuple[int, int, estimate.Work]:
     """Tokens trained on in an epoch, optimizer steps of all, and the fullest micro-batch that is to be expected."""
     data, (most_tokens, most_rows) = job.data, budgets
     if data.records is not None and len({r["conversation"] for r in data.records}) > 1 and data.longest <= most_tokens:
         train, _ = packing.hold_out(data.records, flags.val_fraction, flags.seed)
-        packs = packing.epoch_packs(train, *budgets, flags.seed, 0)
-        steps = packing.steps_per_epoch(len(packs), micro, 1)
+        packs = packing.epoch_packs(train, *budgets, flags.seed, 0, cost)
+        steps = packing.steps_per_epoch(len(packs), 1, micro)
         full = max(packs, key=lambda pack: sum(record["supervised"] for record in pack))
         tokens, supervised = (sum(record[key] for record in full) for key in ("tokens", "supervised"))
         return sum(record["tokens"] for record in train), steps * flags.epochs, _work(data, flags, tokens, supervised)
