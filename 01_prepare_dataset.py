@@ -33,7 +33,9 @@ from eagle3 import terminal
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model-path", required=True, help="target: model directory or hub name")
     parser.add_argument("--output-dir", type=Path, required=True, help="where the samples go")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the tokenizer code of --model-path")

@@ -43,7 +43,9 @@ OWN_ARGUMENTS = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model-path", help="target: model directory or hub name, as for stage 01")
     parser.add_argument(
         "--tensor",

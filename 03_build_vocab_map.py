@@ -21,7 +21,9 @@ from eagle3 import terminal
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--prepared-dir", type=Path, required=True, help="output of stage 01")
     parser.add_argument("--output-dir", type=Path, required=True, help="where the map goes")
     parser.add_argument(

@@ -10,6 +10,7 @@
 #   --output-dir OUT     where all artifacts go (default output/<name of the target>)
 #   --max-samples N      samples to prepare
 #   --gpus N             GPUs of the run (default all)
+#   --hostfile FILE      several nodes that share a file system: lines `node-1 slots=8`; 02 and 04 run on all of them
 #   --args STAGE FLAGS   more flags for a stage, over the config's: --args 04 "--epochs 3"
 #   --from S, --to S     first and last stage to run: 01 02 03 04 check
 #   --only S             one stage
@@ -26,7 +27,8 @@
 #
 # Each stage logs to OUT/logs/. The same command after an interruption continues where it stopped, and finished stages
 # are passed over. Ctrl-C stops the run with everything saved; a terminal that closes does not stop it.
-# Exit codes: 0; 1 a stage failed; 2 refused before anything ran; 3 --max-disk-gb is reached; 130, 143 stopped.
+# Exit codes: 0; 1 a stage failed, or there is no run to ask after; 2 refused before anything ran, another run in OUT
+# among the reasons; 3 --max-disk-gb is reached; 130, 143 stopped. Options are written out: --out-dir is refused.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 case " $* " in

@@ -96,7 +96,9 @@ def counters(llm: Any) -> Counts:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model-path", required=True, help="target: model directory or hub name")
     parser.add_argument("--prepared-dir", type=Path, required=True, help="output of stage 01")
     parser.add_argument("--draft-dir", type=Path, required=True, help="output of stage 04")

@@ -12,9 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+import nodes_for_tests
 import pytest
 from conftest import REPOSITORY
-from interruptions_for_tests import CONVERSATIONS, Stage
+from interruptions_for_tests import CONVERSATIONS, Stage, assert_same_samples
 from pipeline_for_tests import COMMAND, write_config
 
 from eagle3 import engine_guard
@@ -174,6 +175,37 @@ def test_a_state_file_that_is_damaged_is_one_line(tmp_path: Path) -> None:
         state.read(tmp_path)
 
 
+# -------------------------------------------------------------------------------------------------- two nodes
+
+
+@pytest.mark.slow
+def test_two_nodes(finished: tuple[Path, str], out: Path, config: Path, tmp_path: Path) -> None:
+    """States by a shard each, one training of both; Ctrl-C ends all of it, and the same command continues."""
+    if why := nodes_for_tests.fault():
+        pytest.skip(f"the kernel lets no network namespaces be made here: {why}")
+    (tmp_path / "hosts").write_text(nodes_for_tests.HOSTFILE)
+    more = write_config(tmp_path / "nodes.env", config.read_text() + nodes_for_tests.CONFIG)
+    for folder in ("hidden_states", "draft"):
+        shutil.rmtree(out / folder)
+    asked = [*nodes_for_tests.TWO_NODES, *command(more, out, "--hostfile", tmp_path / "hosts")]
+    run = Stage([*asked, "--args", "04", "--epochs 60"], tmp_path / "log")
+    run.wait_for(lambda: (out / "draft" / "metrics.jsonl").exists() and steps(out) > 3)
+    assert run.stop(signal.SIGINT, group=True) == 130, run.log.read_text()
+    text = run.log.read_text()
+    assert stages_run(text) == ["02", "04"] and "stage 02: shards merged" in text
+    for host in (nodes_for_tests.FIRST, nodes_for_tests.SECOND):
+        assert f"{host}: stage 02: hidden states captured" in text
+        assert "hidden states captured" in (out / "logs" / f"02.{host}.log").read_text()
+    assert_same_samples(finished[0] / "hidden_states", out / "hidden_states", tolerance=1e-4)
+    assert json.loads((out / "hidden_states" / "manifest.json").read_text())["shards"] == 2
+    assert f"{nodes_for_tests.FIRST}: stopped after step" in text and "2 ranks on cpu" in text
+
+    again = Stage([*asked, "--args", "04", "--epochs 60"], tmp_path / "log2")
+    assert again.process.wait(120) == 0, again.log.read_text()
+    assert stages_run(again.log.read_text()) == ["04"] and "continuing after step" in again.log.read_text()
+    assert json.loads((out / "draft" / "manifest.json").read_text())["ranks"] == 2
+
+
 # ---------------------------------------------------------------------------------- detached, stopped, killed
 
 
@@ -192,7 +224,7 @@ def test_a_detached_run_is_asked_after_and_stopped(config: Path, out: Path) -> N
     assert told.returncode == 0 and f"{out}: running, began" in told.stdout and f"pid {pid} on" in told.stdout
     assert "samples of" in told.stdout and re.search(r"04 +running, began .*\n +\d{4}-.*", told.stdout)
     second = pipeline(*command(config, out))
-    assert second.returncode == 1 and re.search(rf"is in use by a run \(pid {pid} on .*--stop ends it", second.stderr)
+    assert second.returncode == 2 and re.search(rf"is in use by a run \(pid {pid} on .*--stop ends it", second.stderr)
 
     stopped = pipeline(COMMAND, "--output-dir", out, "--stop")
     assert stopped.returncode == 0 and "stage 04 stopped by SIGTERM, exit code 143" in stopped.stdout

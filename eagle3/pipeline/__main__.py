@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3 import terminal
-from eagle3.pipeline import detach, settings
+from eagle3.pipeline import detach, settings, state
 from eagle3.pipeline.settings import Settings, Usage
 
 HARD, SOFT = 2, 4  # exit codes of the briefing
@@ -37,7 +37,7 @@ def main() -> int:
             action = "plan" if given.plan else "print-config"
             return brief(asked, action, force=True, redo=given.redo)[0]
         return run(asked, force=given.force, redo=given.redo, detached=given.detach)
-    except Usage as error:
+    except (Usage, state.InUse) as error:
         print(f"run_pipeline.sh: {error}", file=sys.stderr)
         return HARD
 

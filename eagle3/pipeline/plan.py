@@ -112,8 +112,12 @@ class Job:
 
     @property
     def gpus(self) -> int:
-        """Ranks of training and of tensor parallelism."""
+        """Of a node: ranks of training there, and of tensor parallelism."""
         return int(self.settings.values["GPUS"])
+
+    @property
+    def nodes(self) -> int:
+        return len(self.settings.nodes) or 1
 
     @property
     def on_gpu(self) -> bool:
@@ -305,7 +309,7 @@ def _plan_capture(job: Job, one: StagePlan, weights_a_gpu: int) -> None:
         rate, loading = known.tokens / known.seconds, known.loading
         one.notes.append(f"{rate:,.0f} tokens/s and {loading:.0f} s of loading measured")
     else:
-        rate, loading = _capture_rate(job), STARTUP["02"] + job.size.weights / READ_RATE
+        rate, loading = job.nodes * _capture_rate(job), STARTUP["02"] + job.size.weights / READ_RATE
         one.notes.append(f"{rate:,.0f} tokens/s assumed ({CAPTURE_SHARE:.0%} of the matrix products' rate)")
     one.seconds = loading + max(job.data.tokens / rate, one.disk / WRITE_RATE if not known else 0)
 
@@ -315,7 +319,7 @@ def _plan_training(job: Job, one: StagePlan) -> None:
     name = flags.dtype if flags.dtype != "auto" else "bfloat16" if job.on_gpu else "float32"
     itemsize, trained_head = getattr(torch, name).itemsize, flags.lm_head == "trained"
     config, deepspeed = draft_of(job), read_deepspeed_config(flags.deepspeed_config)
-    ranks = job.gpus
+    ranks = job.gpus * job.nodes
     budgets = flags.max_tokens, flags.max_rows or flags.max_tokens
     micro = ranks * flags.accumulation
     cost = estimate.sample_cost(config, flags.ttt_steps, trained_head, flags.loss)
@@ -335,14 +339,14 @@ def _plan_training(job: Job, one: StagePlan) -> None:
     in_host = sum(memory.values()) - on_device
     head = 2 * job.target.vocab_size * job.target.hidden_size * itemsize  # embedding and lm_head, read whole
     pack = job.layout.sample_bytes(flags.max_tokens, budgets[1])
-    one.host = ranks * (PROCESS + head + 3 * pack + in_host)
+    one.host = job.gpus * (PROCESS + head + 3 * pack + in_host)
     if job.on_gpu:
         one.gpu = on_device  # without workspace and communication buckets
         one.notes.append(
             f"{gigabytes(saved)} GB of {gigabytes(on_device)} GB a GPU are activations of the fullest pack"
         )
     else:
-        one.host += ranks * on_device
+        one.host += job.gpus * on_device
     one.notes.append(f"{steps:,} steps, {flags.epochs} epochs of {train_tokens:,} tokens on {ranks} ranks")
 
     known = next((found.training for found in job.measured if found.training), None)
@@ -351,7 +355,7 @@ def _plan_training(job: Job, one: StagePlan) -> None:
         one.notes.append(f"{known.tokens_a_second:,.0f} tokens/s measured")
     else:
         a_token = estimate.operations(config, fullest, trained_head) / max(fullest.tokens, 1)
-        rate = estimate.SHARE_OF_MATMUL_RATE * machine.matmul * (ranks if job.on_gpu else 1) / a_token
+        rate = estimate.SHARE_OF_MATMUL_RATE * machine.matmul * (ranks if job.on_gpu else job.nodes) / a_token
         evaluation = 1 + flags.val_fraction / 2
         states = states_bytes(job.data, job.layout)
         passes = flags.epochs if states > 0.7 * machine.memory else 1  # else the page cache has them

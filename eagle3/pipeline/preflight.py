@@ -16,6 +16,7 @@ from eagle3 import model_files, vllm_runtime
 from eagle3.capture import preflight as capture
 from eagle3.capture.interface import EngineSettings
 from eagle3.export import config_json
+from eagle3.pipeline import nodes, stages
 from eagle3.pipeline.machine import existing
 from eagle3.pipeline.plan import Finding, Job, draft_of
 from eagle3.pipeline.settings import FOLDERS
@@ -54,7 +55,10 @@ def look(job: Job, settings: EngineSettings) -> list[Finding]:
     if job.engine == "vllm" or "check" in todo:
         checks += [("hard", lambda: _require_vllm(job, todo)), ("note", capture.look_at_ports)]
     checks.append(("hard", _require_driver))
-    return [finding for level, check in checks for finding in _findings(level, check)]
+    found = [finding for level, check in checks for finding in _findings(level, check)]
+    if job.nodes > 1 and any(stage in stages.ON_NODES for stage in todo):
+        found += [Finding("hard", line) for line in nodes.look(job.settings, job.target.directory)]
+    return found
 
 
 def _findings(level: str, check: Callable[[], None]) -> Iterator[Finding]:

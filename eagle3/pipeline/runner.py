@@ -36,10 +36,10 @@ libc = ctypes.CDLL(None)
 class Runner:
     """One run over the stages."""
 
-    def __init__(self, answer: dict[str, Any]) -> None:
+    def __init__(self, answer: dict[str, Any], path: Path) -> None:
         self.settings = Settings(**answer["settings"])
         self.output = self.settings.output
-        self.answer = answer
+        self.answer, self.answer_path = answer, path
         self.caught = 0  # the signal that is to end the run
         self.child: subprocess.Popen | None = None
         self.ran: dict[str, float] = {}  # seconds of the stages of this run
@@ -82,6 +82,9 @@ class Runner:
     def _run(self, stage: str) -> int:
         """Run a stage; returns 0 when it finished, else the exit code of the run."""
         command, log = stages.command(stage, self.settings), self.output / "logs" / f"{stage}.log"
+        across = self.settings.nodes and stage in stages.ON_NODES
+        if across:
+            command = [sys.executable, "-m", "eagle3.pipeline.across", stage, str(self.answer_path)]
         say(f"\n=== {stage} === (log {log})")
         with open(log, "a") as file:
             file.write(f"\n{now()} {subprocess.list2cmdline(command)}\n")
@@ -95,6 +98,7 @@ class Runner:
         self.state["stages"][stage] = entry
         started = time.monotonic()
         code, memory = self._wait(command, log, entry)
+        memory = 0 if across else memory  # it is that of other machines
         seconds = time.monotonic() - started
         self.ran[stage] = seconds
         before = earlier.get("seconds", 0.0) if earlier.get("state") not in (None, "finished") else 0.0
@@ -254,11 +258,16 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    answer = json.loads(Path(sys.argv[1]).read_text())
+    path = Path(sys.argv[1]).absolute()
+    answer = json.loads(path.read_text())
     output = Settings(**answer["settings"]).output
-    with state.at_work(output):
-        (output / "logs" / "plan.txt").write_text("\n".join(answer["lines"]) + "\n")
-        return Runner(answer).run()
+    try:
+        with state.at_work(output):
+            (output / "logs" / "plan.txt").write_text("\n".join(answer["lines"]) + "\n")
+            return Runner(answer, path).run()
+    except state.InUse as error:  # by a run that began while this one was planned
+        say(f"run_pipeline.sh: {error}")
+        return 2
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ STAGES = ("01", "02", "03", "04", "check")
 FOLDERS = {"01": "prepared", "02": "hidden_states", "03": "vocab_map", "04": "draft"}  # of the output directory
 STAGE_ARGS = dict(zip(STAGES, ("PREPARE_ARGS", "EXTRACT_ARGS", "VOCAB_ARGS", "TRAIN_ARGS", "CHECK_ARGS"), strict=True))
 PLAIN = {"MODEL_PATH": "", "DATASET": "mlabonne/open-perfectblend", "OUTPUT_DIR": "", "MAX_SAMPLES": "", "GPUS": ""}
-PLAIN |= {"NOTE": ""}
+PLAIN |= {"NOTE": "", "HOSTFILE": "", "REMOTE": "ssh -o BatchMode=yes -o ConnectTimeout=20"}
 SHELL_OWN = {"_", "SHLVL", "PWD", "OLDPWD", "LINES", "COLUMNS", "root", "config"}
 GIVEN = {"model_path": "MODEL_PATH", "dataset": "DATASET", "output_dir": "OUTPUT_DIR", "max_samples": "MAX_SAMPLES"}
-GIVEN |= {"gpus": "GPUS"}
+GIVEN |= {"gpus": "GPUS", "hostfile": "HOSTFILE"}
 PROBE_SAMPLES = 32
 
 # Prints what the config leaves: names of shell variables, their values, the environment; all between NULs
@@ -71,6 +71,7 @@ class Settings:
     named: str = ""  # a stage that was asked for by name: it runs though it has finished
     machine: str = ""  # to plan for, in the place of this one
     config_arguments: dict[str, list[str]] = field(default_factory=dict)  # those of `arguments` that the config gave
+    nodes: list[str] = field(default_factory=list)  # hosts of the hostfile; without one there are none
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -91,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     made = _Parser(prog="run_pipeline.sh", add_help=False, allow_abbrev=False)
     made.add_argument("--smoke", action="store_true")
     made.add_argument("--trust-remote-code", action="store_true")
-    for name in ("config", "model-path", "dataset", "output-dir", "max-samples", "gpus", "machine"):
+    for name in ("config", "model-path", "dataset", "output-dir", "max-samples", "gpus", "machine", "hostfile"):
         made.add_argument(f"--{name}")
     for name in ("from", "to", "only"):
         made.add_argument(f"--{name}")
@@ -122,6 +123,8 @@ def settings_of(given: argparse.Namespace) -> Settings:
         _require_stage(stage)
         settings.arguments[stage] += shlex.split(flags)
         settings.origins[STAGE_ARGS[stage]] = "command line over " + settings.origins[STAGE_ARGS[stage]]
+    if settings.values["HOSTFILE"]:
+        _read_hostfile(settings)
     for name in ("MAX_SAMPLES", "GPUS"):
         value = settings.values[name]
         if value and not (value.isdigit() and int(value)):
@@ -150,6 +153,32 @@ def _choose_stages(settings: Settings, given: argparse.Namespace) -> None:
 def _require_stage(stage: str) -> None:
     if stage not in STAGES:
         raise Usage(f"no stage {stage}; stages are {' '.join(STAGES)}")
+
+
+def _read_hostfile(settings: Settings) -> None:
+    """Lines as DeepSpeed reads them, `host slots=8`: nodes and GPUS, which is of each node."""
+    named, slots = f"HOSTFILE {settings.values['HOSTFILE']}", []
+    try:
+        lines = Path(settings.values["HOSTFILE"]).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Usage(f"{named} cannot be read ({getattr(error, 'strerror', 'it is no text')})") from None
+    for number, line in enumerate(lines, 1):
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        found = re.fullmatch(r"([\w.:@-]+)\s+slots=([1-9]\d*)", line)
+        if found is None or found[1].startswith("-"):
+            raise Usage(f"{named}, line {number}: {line!r}; expected a host and its GPUs, such as node-1 slots=8")
+        if found[1] in settings.nodes:
+            raise Usage(f"{named}, line {number}: {found[1]} was named before; one line a node")
+        settings.nodes.append(found[1])
+        slots.append(found[2])
+    if len(slots) < 2 or len(set(slots)) > 1:
+        have = f"slots={', '.join(slots)}" if slots else "no node"
+        raise Usage(f"{named} has {have}; expected two nodes or more, with as many slots each (one: leave it away)")
+    if settings.origins["GPUS"] == "command line" and settings.values["GPUS"] != slots[0]:
+        raise Usage(f"--gpus {settings.values['GPUS']}, but {named} says slots={slots[0]}; leave --gpus away")
+    settings.values["GPUS"], settings.origins["GPUS"] = slots[0], "hostfile"
 
 
 def _read_config(settings: Settings, config: str, named: str) -> None:

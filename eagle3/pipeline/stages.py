@@ -8,6 +8,7 @@ import io
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ SCRIPTS = {
     "04": "04_train_draft.py",
     "check": "eagle3/served_check.py",
 }
+ON_NODES = ("02", "04")  # stages that run on all nodes of a hostfile
 NEEDS = {"01": (), "02": ("01",), "03": ("01",), "04": ("01", "02", "03"), "check": ("01", "02", "03", "04")}
 # Flags that leave what a stage makes as it is: places, machine, pace, looks
 PLACES = {"model_path", "prepared_dir", "hidden_states_dir", "vocab_map_dir", "draft_dir", "output_dir"}
@@ -34,8 +36,16 @@ HASHED = 64 << 20  # bytes of a file at most
 GROWS = {"01": "max_samples", "04": "epochs"}  # a larger value adds to what is there
 
 
-def command(stage: str, settings: Settings) -> list[str]:
-    """The command of a stage; `settings` are resolved: a model directory, a number of GPUs."""
+@dataclass(frozen=True)
+class Place:
+    """Of a node among several."""
+
+    rank: int
+    port: int  # free on the first node
+
+
+def command(stage: str, settings: Settings, place: Place | None = None) -> list[str]:
+    """The command of a stage, of one node with `place`; `settings` are resolved: a model directory, GPUs."""
     values, out, gpus = settings.values, settings.output, settings.values["GPUS"]
     model, prepared = ["--model-path", values["MODEL_PATH"]], ["--prepared-dir", f"{out}/prepared"]
     trust = ["--trust-remote-code"] if settings.trust and stage in ("01", "02", "check") else []
@@ -48,10 +58,15 @@ def command(stage: str, settings: Settings) -> list[str]:
             flags += ["--max-samples", values["MAX_SAMPLES"]] if values["MAX_SAMPLES"] else []
         case "02":
             flags = [*model, *prepared, "--output-dir", f"{out}/hidden_states", *tensor_parallel]
+            flags += ["--num-shards", str(len(settings.nodes)), "--shard-index", str(place.rank)] if place else []
         case "03":
             flags = [*prepared, "--output-dir", f"{out}/vocab_map"]
         case "04":
-            if gpus != "1":
+            if place:
+                launcher += ["-m", "torch.distributed.run", "--nnodes", str(len(settings.nodes)), "--node-rank"]
+                launcher += [str(place.rank), "--nproc-per-node", gpus, "--master-addr", settings.nodes[0]]
+                launcher += ["--master-port", str(place.port)]
+            elif gpus != "1":
                 launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", gpus]
             flags = [*model, "--hidden-states-dir", f"{out}/hidden_states", "--vocab-map-dir", f"{out}/vocab_map"]
             flags += ["--output-dir", f"{out}/draft"]
@@ -133,9 +148,9 @@ def origins(stage: str, settings: Settings, flags: argparse.Namespace) -> dict[s
     """Value and origin of every flag of a stage."""
     words = settings.arguments[stage]
     from_config = settings.config_arguments.get(stage, [])
-    given = {_name(word, flags): "command line" for word in words[len(from_config) :] if word.startswith("--")}
-    given = {_name(word, flags): "config" for word in from_config if word.startswith("--")} | given
-    mine = {_name(word, flags) for word in command(stage, settings) if word.startswith("--")}
+    given = {_name(word): "command line" for word in words[len(from_config) :] if word.startswith("--")}
+    given = {_name(word): "config" for word in from_config if word.startswith("--")} | given
+    mine = {_name(word) for word in command(stage, settings) if word.startswith("--")}
     found = {}
     for name, value in vars(flags).items():
         origin = given.get(name) or ("run_pipeline.sh" if name in mine else "default")
@@ -143,11 +158,8 @@ def origins(stage: str, settings: Settings, flags: argparse.Namespace) -> dict[s
     return found
 
 
-def _name(word: str, flags: argparse.Namespace) -> str:
-    """The flag that a word of a command line means; argparse takes beginnings too."""
-    name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-    names = vars(flags)
-    return name if name in names else next((one for one in names if one.startswith(name)), name)
+def _name(word: str) -> str:
+    return word.removeprefix("--").partition("=")[0].replace("-", "_")
 
 
 def manifest_digest(folder: Path) -> str | None:

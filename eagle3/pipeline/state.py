@@ -16,6 +16,10 @@ NAME, LOCK = "run.json", ".run.lock"
 SCHEMA_VERSION = 1
 
 
+class InUse(UserError):
+    """Another run is at work in the output directory: exit code 2."""
+
+
 def read(output: Path) -> dict[str, Any]:
     """The state, {} where there is none. Raises UserError when it is damaged."""
     path = output / NAME
@@ -68,6 +72,6 @@ def at_work(output: Path) -> Iterator[None]:
         yield
 
 
-def in_use(output: Path, runner: dict[str, Any] | None) -> UserError:
+def in_use(output: Path, runner: dict[str, Any] | None) -> InUse:
     who = f"pid {runner['pid']} on {runner['host']}" if runner else "another process"
-    return UserError(f"{output} is in use by a run ({who}); --status tells how far it is, --stop ends it")
+    return InUse(f"{output} is in use by a run ({who}); --status tells how far it is, --stop ends it")

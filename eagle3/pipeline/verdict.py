@@ -154,8 +154,9 @@ def described(job: Job, plan: Plan) -> list[str]:
     total += [f"{sum(one.seconds for one in left) / 3600:.2f}"]
     table = [heads, *rows, total]
     widths = [max(len(row[place]) for row in table) for place in range(len(heads))]
+    where = machine.described() + (f", {job.nodes} such nodes" if job.nodes > 1 else "")
     lines = [
-        f"plan for {job.settings.output}: target {job.target.directory.name}, {machine.described()}, matrix products "
+        f"plan for {job.settings.output}: target {job.target.directory.name}, {where}, matrix products "
         f"at {machine.matmul / 1e12:g} TFLOP/s assumed",
         f"data: {data.samples:,} samples, {data.tokens:,} tokens, {data.supervised:,} supervised ({data.known}); "
         f"{plan.bytes_a_token:,.0f} bytes a token on disk",

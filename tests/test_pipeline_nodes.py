@@ -1,0 +1,71 @@
+"""The hostfile, and what is found out about its nodes. The run on two nodes: test_pipeline_run.py."""
+
+import re
+from pathlib import Path
+
+import pytest
+from nodes_for_tests import FIRST, HOSTFILE, SECOND
+from pipeline_for_tests import settings_for, write_config
+
+from eagle3.pipeline import nodes
+from eagle3.pipeline.settings import Usage
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Path:
+    path = tmp_path / "hosts"
+    path.write_text(HOSTFILE)
+    return path
+
+
+def test_a_hostfile_is_read_as_deepspeed_does(hosts: Path) -> None:
+    found = settings_for("--model-path", "M", "--hostfile", hosts)
+    assert found.nodes == [FIRST, SECOND] and (found.values["GPUS"], found.origins["GPUS"]) == ("1", "hostfile")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a slots=8\nb\n", "line 2: 'b'; expected a host and its GPUs, such as node-1 slots=8"),
+        ("a slots=8\na slots=8\n", "line 2: a was named before"),
+        ("a slots=8\nb slots=4\n", "has slots=8, 4; expected two nodes or more, with as many slots each"),
+        ("a slots=8\n", "has slots=8; expected two nodes"),
+        ("-oProxyCommand=x slots=8\n", "expected a host"),
+        ("# nothing\n", "has no node"),
+    ],
+)
+def test_faults_of_a_hostfile_are_one_line(tmp_path: Path, text: str, line: str) -> None:
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(Usage, match=re.escape(line)):
+        settings_for("--model-path", "M", "--hostfile", tmp_path / "hosts")
+    with pytest.raises(Usage, match="cannot be read"):
+        settings_for("--model-path", "M", "--hostfile", tmp_path / "none")
+
+
+def test_what_is_wrong_with_a_node_is_said_before_anything_runs(hosts: Path, tmp_path: Path) -> None:
+    """REMOTE is a program that runs what it is told in this place, or cannot."""
+
+    def found(remote: str, model: Path = tmp_path, slots: int = 1) -> list[str]:
+        program = tmp_path / "remote"
+        program.write_text(f"#!/bin/sh\nhost=$1\nshift\n{remote}\n")
+        program.chmod(0o755)
+        config = write_config(tmp_path / "run.env", f"REMOTE={program}\n")
+        hosts.write_text(f"{FIRST} slots={slots}\nnode-2 slots={slots}\n")
+        asked = settings_for("--config", config, "--model-path", "M", "--hostfile", hosts, "--output-dir", tmp_path)
+        return nodes.look(asked, model)
+
+    assert found('exec "$@"') == []
+    (no_ssh,) = found('[ $host = node-2 ] && echo "Permission denied (publickey)." >&2 && exit 255; exec "$@"')
+    assert no_ssh.startswith("node node-2: Permission denied (publickey).; `") and "node-2 true` must run" in no_ssh
+    missing = found('exec "$@"', tmp_path / "model")
+    assert len(missing) == 2 and f"{tmp_path}/model is not there; all nodes need it" in missing[1]
+    unshared = 'exec unshare --user --map-root-user --mount sh -c "mount -t tmpfs tmpfs $FOLDER; exec bash -s"'
+    (tmp_path / "inner").mkdir()
+    hidden = found(unshared.replace("$FOLDER", str(tmp_path)))
+    assert len(hidden) == 2 and "is not shared with it: a file made here is not seen there" in hidden[0]
+    listing = tmp_path / "bin" / "nvidia-smi"
+    listing.parent.mkdir()
+    listing.write_text("#!/bin/sh\necho 0\necho 1\n")
+    listing.chmod(0o755)
+    few = found(f'PATH={listing.parent}:$PATH exec "$@"', slots=8)
+    assert f"node {FIRST}: it has 2 GPUs, the hostfile says slots=8; correct that" in few
