@@ -204,6 +204,7 @@ def test_two_nodes(finished: tuple[Path, str], out: Path, config: Path, tmp_path
     assert again.process.wait(120) == 0, again.log.read_text()
     assert stages_run(again.log.read_text()) == ["04"] and "continuing after step" in again.log.read_text()
     assert json.loads((out / "draft" / "manifest.json").read_text())["ranks"] == 2
+    assert all(state.read(out)["stages"][stage]["memory"] > 100e6 for stage in ("02", "04"))
 
 
 # ---------------------------------------------------------------------------------- detached, stopped, killed

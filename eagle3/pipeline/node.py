@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from eagle3.pipeline.runner import end_with, raise_open_files
+from eagle3.pipeline.runner import Memory, end_with, raise_open_files
 
 
 def main() -> int:
@@ -71,7 +71,9 @@ def run(told: dict[str, Any]) -> int:
     )
     writer.stdin.close()
     threading.Thread(target=heed, args=(child,), daemon=True).start()
+    memory = Memory(child.pid)
     code = child.wait()
+    Path(told["memory"]).write_text(str(memory.stop()))
     with contextlib.suppress(subprocess.TimeoutExpired):  # something that the command started has its output still
         writer.wait(3)
     return code if code >= 0 else 128 - code

@@ -70,8 +70,11 @@ def told(stage: str, settings: Settings, port: int) -> list[dict[str, Any]]:
     said = []
     for rank, host in enumerate(settings.nodes):
         command = stages.command(stage, settings, stages.Place(rank, port)) + flags
-        log = str(settings.output.absolute() / "logs" / f"{stage}.{host}.log")
-        said.append({"command": command, "environment": environment(settings), "log": log, "directory": os.getcwd()})
+        log, memory = (
+            str(settings.output.absolute() / "logs" / f"{stage}.{host}.{kind}") for kind in ("log", "memory")
+        )
+        facts = {"environment": environment(settings), "directory": os.getcwd(), "log": log, "memory": memory}
+        said.append({"command": command} | facts)
     return said
 
 

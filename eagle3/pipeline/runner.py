@@ -98,7 +98,8 @@ class Runner:
         self.state["stages"][stage] = entry
         started = time.monotonic()
         code, memory = self._wait(command, log, entry)
-        memory = 0 if across else memory  # it is that of other machines
+        if across:  # of the node that took most
+            memory = max((int(one.read_text() or 0) for one in log.parent.glob(f"{stage}.*.memory")), default=0)
         seconds = time.monotonic() - started
         self.ran[stage] = seconds
         before = earlier.get("seconds", 0.0) if earlier.get("state") not in (None, "finished") else 0.0
