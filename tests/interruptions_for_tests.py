@@ -121,7 +121,7 @@ def assert_same_samples(one: Path, other: Path, tolerance: float = 0.0) -> None:
 
 
 def assert_nothing_left(directory: Path) -> None:
-    left = [path for path in directory.rglob(".*") if path.name != ".lock"]
+    left = [path for path in directory.rglob(".*") if not path.name.endswith(".lock")]
     left += [path for path in directory.rglob("*.tmp")]
     assert not left
 

@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from conftest import REPOSITORY
 from nodes_for_tests import FIRST, HOSTFILE, SECOND
-from pipeline_for_tests import settings_for, write_config
+from pipeline_for_tests import plan_for, settings_for, write_config
 
-from eagle3.pipeline import nodes
+from eagle3.pipeline import nodes, plan
 from eagle3.pipeline.settings import Usage
 
 
@@ -69,3 +70,19 @@ def test_what_is_wrong_with_a_node_is_said_before_anything_runs(hosts: Path, tmp
     listing.chmod(0o755)
     few = found(f'PATH={listing.parent}:$PATH exec "$@"', slots=8)
     assert f"node {FIRST}: it has 2 GPUs, the hostfile says slots=8; correct that" in few
+
+
+def test_the_plan_of_two_nodes(hosts: Path) -> None:
+    """Half the time of what all nodes do; memory of a node, but for optimizer and gradients, which are divided."""
+    hosts.write_text("a slots=8\nb slots=8\n")
+    asked = ["--config", REPOSITORY / "configs/pipelines/kimi_k25_8gpu.env", "--output-dir", "OUT"]
+    asked += ["--model-path", REPOSITORY / "configs/targets/kimi_k25", "--trust-remote-code"]
+    asked += ["--machine", "gpus=8x96,memory=1500,disk=900"]
+    one, two = (plan_for(*asked, *more)[1].stages for more in ([], ["--hostfile", hosts]))
+    loading = plan.STARTUP["02"] + 554.3e9 / plan.READ_RATE
+    assert two["02"].seconds - loading == pytest.approx((one["02"].seconds - loading) / 2, rel=1e-6)
+    assert "on 16 ranks" in " ".join(two["04"].notes) and two["04"].seconds < 0.55 * one["04"].seconds
+    assert two["04"].host == one["04"].host and one["04"].gpu - two["04"].gpu == pytest.approx(
+        14 * 1.059e9 / 16, rel=0.01
+    )
+    assert two["check"].seconds == one["check"].seconds

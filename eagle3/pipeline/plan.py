@@ -412,11 +412,19 @@ def _plan_check(job: Job, one: StagePlan, weights_a_gpu: int) -> None:
     flags = job.flags["check"]
     _engine_memory(job, one, weights_a_gpu, flags.gpu_memory_utilization, 4096)
     del one.notes[:]
-    one.tokens = 2 * flags.max_prompts * flags.max_new_tokens
+    one.tokens = 2 * min(flags.max_prompts, _held_out(job)) * flags.max_new_tokens
     known = next((found.capture.loading for found in job.measured if found.capture), None)
     loading = known if known is not None else STARTUP["02"] + job.size.weights / READ_RATE
     one.seconds = 2 * loading + one.tokens / GENERATED
     one.notes.append(f"the target is loaded twice, {loading:.0f} s each; {GENERATED} answers' tokens/s assumed")
+
+
+def _held_out(job: Job) -> int:
+    """Samples that stage 04 holds out, of which the served check asks."""
+    flags, records = job.flags["04"], job.data.records
+    if records is not None and len({record["conversation"] for record in records}) > 1:
+        return len(packing.hold_out(records, flags.val_fraction, flags.seed)[1])
+    return math.ceil(flags.val_fraction * job.data.samples)
 
 
 def _apply_measured(job: Job, one: StagePlan) -> None:

@@ -412,7 +412,8 @@ def _serving(run: Run) -> list[Markup]:
     text = text.partition("\n## ")[0].replace("THIS_DIRECTORY", str(run.parts["04"].directory / "export"))
     commands = [line[4:] if line.startswith("    ") else "" for line in text.split("\n- ")[0].splitlines()]
     notes = [" ".join(note.split()) for note in text.split("\n- ")[1:]]
-    return [tag("pre", "\n".join(commands).strip()), tag("ul", *(tag("li", note) for note in notes))]
+    items = [[tag("code", part) if place % 2 else part for place, part in enumerate(note.split("`"))] for note in notes]
+    return [tag("pre", "\n".join(commands).strip()), tag("ul", *(tag("li", *parts) for parts in items))]
 
 
 def _samples(texts: list[tuple[dict[str, Any], list[tuple[bool, str]]]]) -> list[Markup]:
