@@ -2,22 +2,24 @@
 
 import subprocess
 
-FIRST, SECOND = "10.77.0.1", "10.77.0.2"  # names of the namespaces too: how other nodes reach them
+FIRST, SECOND = "node-1", "node-2"  # of the namespaces, and in /etc/hosts
 WIRED = f"""
 set -e
 mount -t tmpfs tmpfs /run
+printf "127.0.0.1 localhost $(uname -n)\\n10.77.0.1 {FIRST}\\n10.77.0.2 {SECOND}\\n" > /run/hosts
+mount --bind /run/hosts /etc/hosts
 ip link set lo up
 ip netns add {FIRST}
 ip netns add {SECOND}
 ip link add left type veth peer name right
-for node in "{FIRST} left" "{SECOND} right"; do
+for node in "{FIRST} left 10.77.0.1" "{SECOND} right 10.77.0.2"; do
   set -- $node "$@"
   ip link set "$2" netns "$1"
   ip -n "$1" link set "$2" name eth0
-  ip -n "$1" addr add "$1/24" dev eth0
+  ip -n "$1" addr add "$3/24" dev eth0
   ip -n "$1" link set eth0 up
   ip -n "$1" link set lo up
-  shift 2
+  shift 3
 done
 exec "$@"
 """

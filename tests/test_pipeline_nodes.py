@@ -46,18 +46,19 @@ def test_faults_of_a_hostfile_are_one_line(tmp_path: Path, text: str, line: str)
 def test_what_is_wrong_with_a_node_is_said_before_anything_runs(hosts: Path, tmp_path: Path) -> None:
     """REMOTE is a program that runs what it is told in this place, or cannot."""
 
-    def found(remote: str, model: Path = tmp_path, slots: int = 1) -> list[str]:
+    def found(remote: str, model: Path = tmp_path, slots: int = 1, first: str = "localhost") -> list[str]:
         program = tmp_path / "remote"
         program.write_text(f"#!/bin/sh\nhost=$1\nshift\n{remote}\n")
         program.chmod(0o755)
         config = write_config(tmp_path / "run.env", f"REMOTE={program}\n")
-        hosts.write_text(f"{FIRST} slots={slots}\nnode-2 slots={slots}\n")
+        hosts.write_text(f"{first} slots={slots}\nnode-2 slots={slots}\n")
         asked = settings_for("--config", config, "--model-path", "M", "--hostfile", hosts, "--output-dir", tmp_path)
         return nodes.look(asked, model)
 
     assert found('exec "$@"') == []
     (no_ssh,) = found('[ $host = node-2 ] && echo "Permission denied (publickey)." >&2 && exit 255; exec "$@"')
     assert no_ssh.startswith("node node-2: Permission denied (publickey).; `") and "node-2 true` must run" in no_ssh
+    assert "node node-2: it cannot resolve no..such, the first node" in found('exec "$@"', first="no..such")[1]
     missing = found('exec "$@"', tmp_path / "model")
     assert len(missing) == 2 and f"{tmp_path}/model is not there; all nodes need it" in missing[1]
     unshared = 'exec unshare --user --map-root-user --mount sh -c "mount -t tmpfs tmpfs $FOLDER; exec bash -s"'
@@ -69,7 +70,7 @@ def test_what_is_wrong_with_a_node_is_said_before_anything_runs(hosts: Path, tmp
     listing.write_text("#!/bin/sh\necho 0\necho 1\n")
     listing.chmod(0o755)
     few = found(f'PATH={listing.parent}:$PATH exec "$@"', slots=8)
-    assert f"node {FIRST}: it has 2 GPUs, the hostfile says slots=8; correct that" in few
+    assert "node localhost: it has 2 GPUs, the hostfile says slots=8; correct that" in few
 
 
 def test_the_plan_of_two_nodes(hosts: Path) -> None:

@@ -188,7 +188,7 @@ def test_two_nodes(finished: tuple[Path, str], out: Path, config: Path, tmp_path
     for folder in ("hidden_states", "draft"):
         shutil.rmtree(out / folder)
     asked = [*nodes_for_tests.TWO_NODES, *command(more, out, "--hostfile", tmp_path / "hosts")]
-    run = Stage([*asked, "--args", "04", "--epochs 60"], tmp_path / "log")
+    run = Stage([*asked, "--args", "04", "--epochs 10"], tmp_path / "log")
     run.wait_for(lambda: (out / "draft" / "metrics.jsonl").exists() and steps(out) > 3)
     assert run.stop(signal.SIGINT, group=True) == 130, run.log.read_text()
     text = run.log.read_text()
@@ -200,7 +200,7 @@ def test_two_nodes(finished: tuple[Path, str], out: Path, config: Path, tmp_path
     assert json.loads((out / "hidden_states" / "manifest.json").read_text())["shards"] == 2
     assert f"{nodes_for_tests.FIRST}: stopped after step" in text and "2 ranks on cpu" in text
 
-    again = Stage([*asked, "--args", "04", "--epochs 60"], tmp_path / "log2")
+    again = Stage([*asked, "--args", "04", "--epochs 10"], tmp_path / "log2")
     assert again.process.wait(120) == 0, again.log.read_text()
     assert stages_run(again.log.read_text()) == ["04"] and "continuing after step" in again.log.read_text()
     assert json.loads((out / "draft" / "manifest.json").read_text())["ranks"] == 2

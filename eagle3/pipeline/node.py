@@ -36,7 +36,7 @@ def look(asked: dict[str, Any]) -> dict[str, Any]:
     try:
         socket.getaddrinfo(asked["first"], None)
         unknown = ""
-    except OSError:
+    except (OSError, UnicodeError):
         unknown = asked["first"]
     try:
         command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]

@@ -166,7 +166,7 @@ def _read_hostfile(settings: Settings) -> None:
         line = line.partition("#")[0].strip()
         if not line:
             continue
-        found = re.fullmatch(r"([\w.:@-]+)\s+slots=([1-9]\d*)", line)
+        found = re.fullmatch(r"([\w.:-]+)\s+slots=([1-9]\d*)", line)
         if found is None or found[1].startswith("-"):
             raise Usage(f"{named}, line {number}: {line!r}; expected a host and its GPUs, such as node-1 slots=8")
         if found[1] in settings.nodes:
