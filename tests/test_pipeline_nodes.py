@@ -1,7 +1,12 @@
 """The hostfile, and what is found out about its nodes. The run on two nodes: test_pipeline_run.py."""
 
 import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import REPOSITORY
@@ -9,7 +14,8 @@ from nodes_for_tests import FIRST, HOSTFILE, SECOND
 from pipeline_for_tests import plan_for, settings_for, write_config
 
 from eagle3.pipeline import nodes, plan
-from eagle3.pipeline.settings import Usage
+from eagle3.pipeline.across import Across
+from eagle3.pipeline.settings import Settings, Usage
 
 
 @pytest.fixture
@@ -43,17 +49,24 @@ def test_faults_of_a_hostfile_are_one_line(tmp_path: Path, text: str, line: str)
         settings_for("--model-path", "M", "--hostfile", tmp_path / "none")
 
 
-def test_what_is_wrong_with_a_node_is_said_before_anything_runs(hosts: Path, tmp_path: Path) -> None:
-    """REMOTE is a program that runs what it is told in this place, or cannot."""
+@pytest.fixture
+def asked(hosts: Path, tmp_path: Path) -> Callable[..., Settings]:
+    """Settings whose REMOTE is a shell program that runs what it is told here, or what the test makes of it."""
 
-    def found(remote: str, model: Path = tmp_path, slots: int = 1, first: str = "localhost") -> list[str]:
+    def settings(remote: str = 'exec "$@"', slots: int = 1, first: str = "localhost") -> Settings:
         program = tmp_path / "remote"
         program.write_text(f"#!/bin/sh\nhost=$1\nshift\n{remote}\n")
         program.chmod(0o755)
         config = write_config(tmp_path / "run.env", f"REMOTE={program}\n")
         hosts.write_text(f"{first} slots={slots}\nnode-2 slots={slots}\n")
-        asked = settings_for("--config", config, "--model-path", "M", "--hostfile", hosts, "--output-dir", tmp_path)
-        return nodes.look(asked, model)
+        return settings_for("--config", config, "--model-path", "M", "--hostfile", hosts, "--output-dir", tmp_path)
+
+    return settings
+
+
+def test_what_is_wrong_with_a_node_is_said_before_anything_runs(asked: Callable[..., Settings], tmp_path: Path) -> None:
+    def found(remote: str, model: Path = tmp_path, **more: Any) -> list[str]:
+        return nodes.look(asked(remote, **more), model)
 
     assert found('exec "$@"') == []
     (no_ssh,) = found('[ $host = node-2 ] && echo "Permission denied (publickey)." >&2 && exit 255; exec "$@"')
@@ -71,6 +84,62 @@ def test_what_is_wrong_with_a_node_is_said_before_anything_runs(hosts: Path, tmp
     listing.chmod(0o755)
     few = found(f'PATH={listing.parent}:$PATH exec "$@"', slots=8)
     assert "node localhost: it has 2 GPUs, the hostfile says slots=8; correct that" in few
+
+
+def told(folder: Path, program: str) -> dict[str, Any]:
+    """What nodes.told gives for a stage, here a program of Python."""
+    facts = {"environment": {"WORD": "passed on"}, "directory": str(folder)}
+    return facts | {
+        "command": [sys.executable, "-c", program],
+        "log": str(folder / "log"),
+        "memory": f"{folder}/memory",
+    }
+
+
+SAVES = """
+import signal, sys, time
+def saved(number, frame):
+    print(f"saved after {signal.Signals(number).name}", flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, saved)
+signal.signal(signal.SIGINT, saved)
+print("at work", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_node_that_fails_ends_the_others(
+    asked: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    fails = "import os, time; time.sleep(1); print(os.environ['WORD'], flush=True); os._exit(7)"
+    monkeypatch.setattr(nodes, "told", lambda *_: [told(tmp_path, SAVES), told(tmp_path, fails)])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert Across("04", asked()).run() == 7
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    said = capfd.readouterr().out.splitlines()
+    assert said[:2] == ["localhost: at work", "node-2: passed on"]
+    assert said[2:] == [
+        "node node-2 ended with exit code 7, the others are told to stop",
+        "localhost: saved after SIGTERM",
+    ]
+
+
+def test_a_node_whose_connection_ends_saves_and_stops(asked: Callable[..., Settings], tmp_path: Path) -> None:
+    for how in ("signal", "end"):
+        process = nodes.start(asked(), "node-2", told(tmp_path, SAVES), stdout=subprocess.PIPE)
+        assert process.stdout.readline() == "at work\n"
+        if how == "signal":
+            process.stdin.write(f"{signal.SIGINT:d}\n")
+            process.stdin.flush()
+        else:
+            process.stdout.close()  # nobody reads any more
+            process.stdin.close()
+        assert process.wait(20) == 143
+        name = "SIGINT" if how == "signal" else "SIGTERM"
+        assert (tmp_path / "log").read_text().splitlines()[-1].endswith(f"saved after {name}")
 
 
 def test_the_plan_of_two_nodes(hosts: Path) -> None:
