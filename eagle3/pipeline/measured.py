@@ -34,6 +34,7 @@ class Measured:
     where: Path
     seconds: dict[str, float]  # whole stages that finished
     memory: dict[str, int]  # most host memory of all processes of a stage, bytes
+    prepared: int  # tokens of stage 01
     capture: Capture | None
     training: Training | None
     training_flags: dict[str, Any]  # of the run whose training was measured
@@ -52,6 +53,7 @@ def _read(directory: Path) -> Measured:
         directory,
         {name: entry["seconds"] for name, entry in done.items()},
         {name: entry["memory"] for name, entry in done.items() if entry.get("memory")},
+        (_json(directory / FOLDERS["01"] / "manifest.json") or {}).get("tokens", 0),
         _capture(directory / FOLDERS["02"], done.get("02")),
         _training(directory / FOLDERS["04"], done.get("04")),
         (done.get("04") or {}).get("made_of", {}).get("04", {}),

@@ -252,7 +252,10 @@ def _plan_prepare(job: Job, one: StagePlan) -> None:
     one.host = processes * 300_000_000 + 800_000_000
     in_python = job.settings.trust and not (job.target.directory / "tokenizer.json").exists()
     rate = PREPARE_RATE_CODE * processes if in_python else PREPARE_RATE * processes
-    one.seconds = STARTUP["01"] + job.data.tokens / rate
+    before, tokens = next(
+        ((m.seconds["01"], m.prepared) for m in job.measured if "01" in m.seconds), (STARTUP["01"], 0)
+    )
+    one.seconds = before + max(0, job.data.tokens - tokens) / rate
     one.notes.append(f"{rate:,} tokens/s assumed ({'a tokenizer in Python' if in_python else 'a fast tokenizer'})")
     if flags.on_policy:
         rate = _generation_rate(job)
