@@ -293,8 +293,7 @@ def _engine_memory(job: Job, one: StagePlan, weights_a_gpu: int, share: float, b
     from eagle3.vllm_runtime import CPU_KV_CACHE_BYTES
 
     cache = CPU_KV_CACHE_BYTES if job.engine == "vllm" else 0
-    # vLLM's caches are touched as they fill: what the batch needs
-    one.host = 2 * PROCESS + job.size.weights + min(cache, batch_tokens * job.size.cache) + 2 * flight
+    one.host = 2 * PROCESS + job.size.weights + cache + 2 * flight  # vLLM fills its cache with zeros
     one.notes.append(f"{gigabytes(job.size.weights)} GB of weights ({job.size.counted})")
 
 

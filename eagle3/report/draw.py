@@ -121,13 +121,13 @@ def _frame(x_axis: _Axis, y_axis: _Axis, x_label: str, y_label: str) -> list[Mar
     """Grid, tick labels and names of both axes."""
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = []
-    for tick in y_axis.ticks:
+    for tick, shown in zip(y_axis.ticks, _numbers(y_axis.ticks), strict=True):
         y = f"{y_axis.place(tick):.1f}"
         parts.append(tag("line", x1=LEFT, x2=right, y1=y, y2=y, class_="grid"))
-        parts.append(tag("text", _number(tick), x=LEFT - 5, y=y, dy="0.35em", class_="tick end"))
+        parts.append(tag("text", shown, x=LEFT - 5, y=y, dy="0.35em", class_="tick end"))
     ticks = x_axis.ticks if len(x_axis.ticks) < 7 else x_axis.ticks[::2]
-    for tick in ticks:
-        parts.append(tag("text", _number(tick), x=f"{x_axis.place(tick):.1f}", y=bottom + 14, class_="tick middle"))
+    for tick, shown in zip(ticks, _numbers(ticks), strict=True):
+        parts.append(tag("text", shown, x=f"{x_axis.place(tick):.1f}", y=bottom + 14, class_="tick middle"))
     parts.append(tag("line", x1=LEFT, x2=right, y1=bottom, y2=bottom, class_="axis"))
     parts.append(tag("text", x_label, x=(LEFT + right) / 2, y=HEIGHT - 7, class_="label middle"))
     middle = (TOP + bottom) / 2
@@ -143,9 +143,18 @@ def _figure(title: str, parts: list[Markup], legend: list[Markup], note: str) ->
     return tag("figure", tag("figcaption", title), drawing, below, said)
 
 
-def _number(value: float) -> str:
+def _numbers(values: Sequence[float]) -> list[str]:
+    """With as many digits as tell them apart."""
+    for digits in range(4, 9):
+        shown = [_number(value, digits) for value in values]
+        if len(set(shown)) == len(shown):
+            break
+    return shown
+
+
+def _number(value: float, digits: int = 4) -> str:
     """Short: 12k, 3.4M, 0.00012."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
-    return f"{value:.4g}"
+            return f"{value / (1e3 if unit == 'k' else limit):.{digits}g}{unit}"
+    return f"{value:.{digits}g}"
