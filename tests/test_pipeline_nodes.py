@@ -71,6 +71,12 @@ def test_what_is_wrong_with_a_node_is_said_before_anything_runs(asked: Callable[
     assert found('exec "$@"') == []
     (no_ssh,) = found('[ $host = node-2 ] && echo "Permission denied (publickey)." >&2 && exit 255; exec "$@"')
     assert no_ssh.startswith("node node-2: Permission denied (publickey).; `") and "node-2 true` must run" in no_ssh
+    without = asked()
+    without.values["REMOTE"] = "no-such-ssh -x"
+    lines = nodes.look(without, tmp_path)
+    assert len(lines) == 2 and lines[1].startswith(
+        "node node-2: No such file or directory; `no-such-ssh -x node-2 true`"
+    )
     assert "node node-2: it cannot resolve no..such, the first node" in found('exec "$@"', first="no..such")[1]
     missing = found('exec "$@"', tmp_path / "model")
     assert len(missing) == 2 and f"{tmp_path}/model is not there; all nodes need it" in missing[1]

@@ -1,9 +1,9 @@
 """Several nodes: the hostfile, the remote commands, and what can be known to fail on a node before anything runs.
 
 Every node, the first one too, is reached by `REMOTE HOST bash -s`, where REMOTE is ssh unless a config says otherwise.
-Nodes share a file system: checkout, Python environment, target and output directory have the same path on each. At the
-other end works node.py, which is told one line of JSON. (dash would
-read ahead of the line that it runs.) Standard library alone.
+It must be bash: sh may read on beyond the line that it runs, to what node.py is to read, a line of JSON. Nodes share
+a file system: checkout, Python environment, target and output directory have the same path on each. Standard library
+alone.
 """
 
 import json
@@ -41,13 +41,15 @@ def start(settings: Settings, host: str, told: dict[str, Any], **pipes: Any) -> 
 
 def ask(settings: Settings, host: str, told: dict[str, Any]) -> dict[str, Any]:
     """A node's answer. Raises UserError where none comes."""
-    process = start(settings, host, told, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
+        process = start(settings, host, told, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         answer, said = process.communicate(timeout=PATIENCE)
         return json.loads(answer.splitlines()[-1])
     except subprocess.TimeoutExpired:
         process.kill()
         why = f"no answer in {PATIENCE} s"
+    except OSError as error:  # REMOTE itself
+        why = error.strerror
     except (IndexError, ValueError):
         why = (said.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
     remote = settings.values["REMOTE"]
