@@ -388,7 +388,7 @@ def test_a_kernel_that_is_wrong_or_does_not_run_is_not_used(monkeypatch, capsys)
 
 
 @needs_gpu
-@pytest.mark.parametrize("width", [64, 112, 128])
+@pytest.mark.parametrize("width", [64, 80, 112, 128, 192, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2)])
 def test_kernels_work_on_this_gpu(width, heads, kv_heads):
     assert backend.ops_work(torch.bfloat16, "cuda") and backend.ops_work(torch.float32, "cuda")
