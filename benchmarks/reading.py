@@ -25,32 +25,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from train_step import PACK, SHAPE
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from eagle3 import artifacts  # noqa: E402
-from eagle3.draft.config import DraftConfig  # noqa: E402
 from eagle3.states import quantise  # noqa: E402
 from eagle3.training import packing, reading  # noqa: E402
 
-PACK = 8192  # tokens of a micro-batch
-STEP_SECONDS = 0.25  # that a GPU takes for one; design: 0.19 at the matmul ceiling, 0.30 for the plain prototype
+STEP_SECONDS = 0.25  # that an H200 takes for a pack, 7 TTT steps (docs/train_step.md)
 DOCUMENT = 1000  # tokens
 STORED = ("bf16", "fp8")
-SHAPE = DraftConfig(
-    hidden_size=7168,
-    intermediate_size=12288,
-    num_attention_heads=64,
-    num_key_value_heads=64,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    rope={"rope_type": "default", "rope_theta": 50000.0},
-    max_position_embeddings=PACK,
-    vocab_size=163840,
-    draft_vocab_size=32000,
-    aux_layers=(2, 30, 58),
-)
 
 
 def write_samples(directory: Path, tokens: int, stored: str) -> list[dict[str, Any]]:

@@ -11,6 +11,8 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+from namespace_for_tests import Namespace  # noqa: E402
+
 from eagle3 import terminal  # noqa: E402
 
 terminal.quiet_libraries()
@@ -22,6 +24,17 @@ def smollm2() -> Path:
     from eagle3.default_target import default_target
 
     return default_target()
+
+
+@pytest.fixture(scope="module")
+def namespace() -> Iterator[Namespace]:
+    """Where file systems of a test's own can be mounted."""
+    try:
+        opened = Namespace()
+    except OSError as error:
+        pytest.skip(f"the kernel lets no mount namespace be made here: {error}")
+    yield opened
+    opened.close()
 
 
 @pytest.fixture(scope="session")

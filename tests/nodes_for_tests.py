@@ -6,13 +6,13 @@ FIRST, SECOND = "node-1", "node-2"  # of the namespaces, and in /etc/hosts
 WIRED = f"""
 set -e
 mount -t tmpfs tmpfs /run
-printf "127.0.0.1 localhost $(uname -n)\\n10.77.0.1 {FIRST}\\n10.77.0.2 {SECOND}\\n" > /run/hosts
+printf "127.0.0.1 localhost $(uname -n)\\n192.0.2.1 {FIRST}\\n192.0.2.2 {SECOND}\\n" > /run/hosts
 mount --bind /run/hosts /etc/hosts
 ip link set lo up
 ip netns add {FIRST}
 ip netns add {SECOND}
 ip link add left type veth peer name right
-for node in "{FIRST} left 10.77.0.1" "{SECOND} right 10.77.0.2"; do
+for node in "{FIRST} left 192.0.2.1" "{SECOND} right 192.0.2.2"; do
   set -- $node "$@"
   ip link set "$2" netns "$1"
   ip -n "$1" link set "$2" name eth0

@@ -16,16 +16,6 @@ from states_for_tests import write_states
 from eagle3 import artifacts
 
 
-@pytest.fixture(scope="module")
-def namespace() -> Iterator[Namespace]:
-    try:
-        opened = Namespace()
-    except OSError as error:
-        pytest.skip(f"the kernel lets no mount namespace be made here: {error}")
-    yield opened
-    opened.close()
-
-
 @pytest.fixture
 def disk(namespace: Namespace, tmp_path: Path) -> Iterator[Path]:
     """A mount point that tests fill; what is on it is seen by `namespace` alone."""

@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -147,16 +146,6 @@ def test_open_files(flags: list, tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------- real file systems
-
-
-@pytest.fixture(scope="module")
-def namespace() -> Iterator[Namespace]:
-    try:
-        opened = Namespace()
-    except OSError as error:
-        pytest.skip(f"the kernel lets no mount namespace be made here: {error}")
-    yield opened
-    opened.close()
 
 
 def briefing(namespace: Namespace, tmp_path: Path, *flags: object, environment: str = "") -> str:

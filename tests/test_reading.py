@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_dry_run import GROUPED as CONFIG
 
 from eagle3 import artifacts
 from eagle3.draft.config import DraftConfig
@@ -16,19 +17,6 @@ from eagle3.terminal import UserError
 from eagle3.training import reading
 from eagle3.training.supervision import make_batch
 
-CONFIG = DraftConfig(
-    hidden_size=32,
-    intermediate_size=64,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-6,
-    rope={"rope_type": "default", "rope_theta": 10000.0},
-    max_position_embeddings=512,
-    vocab_size=600,
-    draft_vocab_size=300,
-    aux_layers=(1, 2, 3),
-)
 STEPS = 3
 CPU = torch.device("cpu")
 
@@ -114,7 +102,7 @@ def test_fp8_states_reach_the_device_restored(tmp_path: Path) -> None:
         (step,) = read
     moved = step.batches[0].to("cpu", torch.float32)
     states = [artifacts.load_tensors(artifacts.sample_path(tmp_path, index)) for index in (0, 1)]
-    aux = [dequantise(s["aux_hidden"].view(-1, 3, 32), s["aux_scale"], torch.float32).flatten(1) for s in states]
+    aux = [dequantise(s["aux_hidden"].view(-1, 3, CONFIG.hidden_size), s["aux_scale"], torch.float32).flatten(1) for s in states]
     assert torch.equal(moved.aux_hidden, torch.cat(aux)) and moved.final_hidden.dtype == torch.float32
 
 

@@ -60,6 +60,23 @@ def _load(base, rows, stride, limit, WIDTH: tl.constexpr, PADDED: tl.constexpr, 
 
 
 @triton.jit
+def _block_of_rows(block, first_in, last_in, rows, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Its rows, which of them exist, and the keys that each sees, from first to last. Tiles of KEYS keys go from `low`
+    to `end`; those from `full` up to `rest` are seen by all rows."""
+    begin = block * ROWS
+    final = tl.minimum(begin + ROWS, rows) - 1
+    at = begin + tl.arange(0, ROWS)
+    exists = at < rows
+    first = tl.load(first_in + at, mask=exists, other=0).to(tl.int32)
+    last = tl.load(last_in + at, mask=exists, other=-1).to(tl.int32)
+    low, latest = tl.load(first_in + begin).to(tl.int32), tl.load(first_in + final).to(tl.int32)
+    earliest, end = tl.load(last_in + begin).to(tl.int32), tl.load(last_in + final).to(tl.int32) + 1
+    full = low + tl.cdiv(latest - low, KEYS) * KEYS
+    rest = full + tl.maximum(earliest + 1 - full, 0) // KEYS * KEYS
+    return at, exists, first, last, low, full, rest, end
+
+
+@triton.jit
 def _forward_tile(
     mixed, total, highest, q, key, value, start, end, first, last, stride, scale,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
@@ -85,17 +102,7 @@ def _forward(
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
     head = tl.program_id(1)
     kv_head = head // (heads // kv_heads)
-    begin = block * ROWS
-    final = tl.minimum(begin + ROWS, rows) - 1
-    at = begin + tl.arange(0, ROWS)
-    exists = at < rows
-    first = tl.load(first_in + at, mask=exists, other=0).to(tl.int32)
-    last = tl.load(last_in + at, mask=exists, other=-1).to(tl.int32)
-    low, latest = tl.load(first_in + begin).to(tl.int32), tl.load(first_in + final).to(tl.int32)
-    earliest, end = tl.load(last_in + begin).to(tl.int32), tl.load(last_in + final).to(tl.int32) + 1
-    # tiles from `full` up to `rest` are seen by all rows of the block
-    full = low + tl.cdiv(latest - low, KEYS) * KEYS
-    rest = full + tl.maximum(earliest + 1 - full, 0) // KEYS * KEYS
+    at, exists, first, last, low, full, rest, end = _block_of_rows(block, first_in, last_in, rows, ROWS, KEYS)
 
     q = _load(query + head * WIDTH, at.to(tl.int64), heads * WIDTH, rows, WIDTH, PADDED, True)
     key += kv_head * WIDTH
@@ -195,16 +202,7 @@ def _query_grad(
     """Adds what passes through the shared keys to query_grad."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    begin = block * ROWS
-    final = tl.minimum(begin + ROWS, rows) - 1
-    at = begin + tl.arange(0, ROWS)
-    exists = at < rows
-    first = tl.load(first_in + at, mask=exists, other=0).to(tl.int32)
-    last = tl.load(last_in + at, mask=exists, other=-1).to(tl.int32)
-    low, latest = tl.load(first_in + begin).to(tl.int32), tl.load(first_in + final).to(tl.int32)
-    earliest, end = tl.load(last_in + begin).to(tl.int32), tl.load(last_in + final).to(tl.int32) + 1
-    full = low + tl.cdiv(latest - low, KEYS) * KEYS
-    rest = full + tl.maximum(earliest + 1 - full, 0) // KEYS * KEYS
+    at, exists, first, last, low, full, rest, end = _block_of_rows(block, first_in, last_in, rows, ROWS, KEYS)
 
     q = _load(query + head * WIDTH, at.to(tl.int64), heads * WIDTH, rows, WIDTH, PADDED, True)
     grad = _load(out_grad + head * WIDTH, at.to(tl.int64), heads * WIDTH, rows, WIDTH, PADDED, True)
