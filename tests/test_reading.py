@@ -102,7 +102,10 @@ def test_fp8_states_reach_the_device_restored(tmp_path: Path) -> None:
         (step,) = read
     moved = step.batches[0].to("cpu", torch.float32)
     states = [artifacts.load_tensors(artifacts.sample_path(tmp_path, index)) for index in (0, 1)]
-    aux = [dequantise(s["aux_hidden"].view(-1, 3, CONFIG.hidden_size), s["aux_scale"], torch.float32).flatten(1) for s in states]
+    aux = [
+        dequantise(s["aux_hidden"].view(-1, 3, CONFIG.hidden_size), s["aux_scale"], torch.float32).flatten(1)
+        for s in states
+    ]
     assert torch.equal(moved.aux_hidden, torch.cat(aux)) and moved.final_hidden.dtype == torch.float32
 
 
