@@ -27,7 +27,7 @@ _open: set["EngineGuard"] = set()
 Processes = dict[int, int]  # pid -> start time, in clock ticks since boot: a pid used again has another
 
 
-def _look(pid: int) -> tuple[int, int] | None:
+def look(pid: int) -> tuple[int, int] | None:
     """(parent, start time) of a process; None when it has ended, a zombie too."""
     with contextlib.suppress(OSError):
         fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()  # the name may hold anything
@@ -38,13 +38,13 @@ def _look(pid: int) -> tuple[int, int] | None:
 
 def alive(processes: Processes) -> Processes:
     """Those of `processes` that still run."""
-    return {pid: start for pid, start in processes.items() if (seen := _look(pid)) and seen[1] == start}
+    return {pid: start for pid, start in processes.items() if (seen := look(pid)) and seen[1] == start}
 
 
 def family(roots: Processes) -> Processes:
     """Those of `roots` that still run, and all their descendants."""
     pids = map(int, filter(str.isdigit, os.listdir("/proc")))
-    table = {pid: seen for pid in pids if (seen := _look(pid))}
+    table = {pid: seen for pid in pids if (seen := look(pid))}
     found, more = {}, alive(roots)
     while more:
         found |= more
@@ -128,7 +128,7 @@ def survivors(directory: Path) -> dict[int, str]:
 
 
 def _this_process() -> Processes:
-    return {os.getpid(): _look(os.getpid())[1]}
+    return {os.getpid(): look(os.getpid())[1]}
 
 
 def _processes(read: dict[str, int]) -> Processes:
@@ -151,7 +151,7 @@ def _marked(mark: str) -> Processes:
     wanted, found = f"{MARK}={mark}".encode(), {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError):  # ended, or another user's
-            if wanted in Path("/proc", str(pid), "environ").read_bytes().split(b"\0") and (seen := _look(pid)):
+            if wanted in Path("/proc", str(pid), "environ").read_bytes().split(b"\0") and (seen := look(pid)):
                 found[pid] = seen[1]
     return found
 
@@ -159,7 +159,7 @@ def _marked(mark: str) -> Processes:
 def _reported() -> Processes:
     """What has reported itself since the last call."""
     with contextlib.suppress(BlockingIOError):
-        return {pid: seen[1] for pid in map(int, os.read(0, 1 << 16).split()) if (seen := _look(pid))}
+        return {pid: seen[1] for pid in map(int, os.read(0, 1 << 16).split()) if (seen := look(pid))}
     return {}
 
 

@@ -47,7 +47,7 @@ class Stage:
 
     def family(self) -> engine_guard.Processes:
         """The process and its descendants, but not the watcher."""
-        seen = engine_guard._look(self.process.pid)
+        seen = engine_guard.look(self.process.pid)
         return engine_guard.family({self.process.pid: seen[1]}) if seen else {}
 
     def stop(self, number: int, group: bool = False, alone: bool = False) -> int:

@@ -137,8 +137,10 @@ def test_operations_are_those_that_torch_counts(trained: bool) -> None:
     # plain attention computes the keys that a row does not see as well; those of its own are not counted there. Of a
     # single one two products are no matmuls
     query = config.num_attention_heads * config.head_dim
+    starts, counts = batch.shared.first.unique_consecutive(return_counts=True)  # of each document
+    scores = int((counts * (batch.shared.last[counts.cumsum(0) - 1] + 1 - starts)).sum())
     own = 14 * work.rows * work.steps * (work.steps - 1) // 2 - 4 * work.rows
-    expected = operations(config, work, trained) + query * (14 * work.steps * (work.scores - work.seen) + own)
+    expected = operations(config, work, trained) + query * (14 * work.steps * (scores - work.seen) + own)
     assert counter.get_total_flops() == expected
 
 

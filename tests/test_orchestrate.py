@@ -114,7 +114,7 @@ def test_a_killed_stage_leaves_no_engine_and_nothing_else_is_touched(guarded, tm
     assert other not in processes and engine_guard.alive(processes) == processes
     process.kill()
     assert wait_until(lambda: not engine_guard.alive(processes))
-    assert engine_guard._look(other)
+    assert engine_guard.look(other)
     assert wait_until(lambda: not records(tmp_path))
     assert engine_guard.survivors(tmp_path) == {}
 
@@ -138,9 +138,9 @@ os.kill(os.getpid(), 9)
     pids = [int(pid) for pid in result.stdout.split()]
     assert len(pids) == 2, result.stderr
     try:
-        assert wait_until(lambda: not any(map(engine_guard._look, pids)))
+        assert wait_until(lambda: not any(map(engine_guard.look, pids)))
     finally:
-        engine_guard.end({pid: seen[1] for pid in pids if (seen := engine_guard._look(pid))})
+        engine_guard.end({pid: seen[1] for pid in pids if (seen := engine_guard.look(pid))})
 
 
 def test_a_failed_start_ends_what_it_started(guarded, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_failed_start_ends_what_it_started(guarded, tmp_path: Path) -> None:
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.stdout.readline() == "closed\n"
-    assert not engine_guard.alive(processes) and engine_guard._look(other)
+    assert not engine_guard.alive(processes) and engine_guard.look(other)
     assert not records(tmp_path) and not engine_guard.alive(engine_guard._processes(record["watcher"]))
 
 
@@ -187,7 +187,7 @@ def test_a_rerun_reports_the_worker_that_survived_and_goes_on(engine, tiny_targe
         (warning,) = [line for line in log.read_text().splitlines() if line.startswith("warning: ")]
         assert f"{worker} (" in warning and "-c import time" in warning and warning.endswith(f": kill {worker}")
         assert "starting vLLM failed: ValueError: the second engine was reached" in log.read_text()
-        assert engine_guard._look(worker), "it was killed, and could have been anybody's"
+        assert engine_guard.look(worker), "it was killed, and could have been anybody's"
     finally:
         os.kill(worker, signal.SIGKILL)
 

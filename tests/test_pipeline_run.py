@@ -218,7 +218,7 @@ def test_a_detached_run_is_asked_after_and_stopped(config: Path, out: Path) -> N
     assert result.returncode == 0 and time.monotonic() - began < 30 and "goes on by itself as pid" in result.stdout
     pid = int(re.search(r"pid (\d+)", result.stdout)[1])
     wait_for(lambda: steps(out) > before + 3)
-    runner_and_stage = engine_guard.family({pid: engine_guard._look(pid)[1]})
+    runner_and_stage = engine_guard.family({pid: engine_guard.look(pid)[1]})
     assert len(runner_and_stage) >= 3
 
     told = pipeline(COMMAND, "--config", config, "--output-dir", out, "--status")

@@ -159,7 +159,7 @@ def test_memory_that_comes_free_in_time(machine: Machine, settings: EngineSettin
 
 def test_what_a_killed_run_left_is_called_that(machine: Machine, settings: EngineSettings) -> None:
     with subprocess.Popen(["sleep", "60"]) as sleeper:
-        started = engine_guard.family({sleeper.pid: engine_guard._look(sleeper.pid)[1]})
+        started = engine_guard.family({sleeper.pid: engine_guard.look(sleeper.pid)[1]})
         record = {"host": socket.gethostname(), "stage": {"1": 0}, "watcher": {}, "engine": started}
         record["commands"] = {sleeper.pid: "VLLM::EngineCore"}
         (settings.output_dir / ".engine-99.json").write_text(json.dumps(record))

@@ -85,7 +85,7 @@ def test_no_process_outlives_a_stage_that_is_killed(smollm2, tmp_path):
     command = [sys.executable, REPOSITORY / "01_prepare_dataset.py", "--model-path", smollm2, "--dataset", path]
     command += ["--output-dir", tmp_path / "out", "--num-proc", 2]
     with subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as stage:
-        roots = {stage.pid: engine_guard._look(stage.pid)[1]}
+        roots = {stage.pid: engine_guard.look(stage.pid)[1]}
         deadline = time.monotonic() + 60
         while not any((tmp_path / "out").glob("samples/*/*.pt")):  # the workers are at work
             assert stage.poll() is None and time.monotonic() < deadline

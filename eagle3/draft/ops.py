@@ -49,7 +49,7 @@ def norm_weight_backward_(
 
 def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """x [N, H] times a single number, float []."""
-    return x * factor.to(x.dtype)
+    return (x.float() * factor).to(x.dtype)  # the factor itself stays unrounded
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:

@@ -406,7 +406,6 @@ def _work(data: Data, flags: argparse.Namespace, tokens: int, supervised: int) -
         embedded=supervised,
         steps=flags.ttt_steps,
         seen=supervised * (length + 1) // 2,
-        scores=supervised * length,
     )
 
 

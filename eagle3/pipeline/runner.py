@@ -218,7 +218,7 @@ class Memory:
     def _watch(self) -> None:
         page = resource.getpagesize()
         while not self._over.wait(MEMORY_PERIOD):
-            seen = engine_guard._look(self._pid)
+            seen = engine_guard.look(self._pid)
             if not seen:
                 continue
             private, shared = 0, 0

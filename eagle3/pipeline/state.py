@@ -47,7 +47,7 @@ def write(output: Path, content: dict[str, Any]) -> None:
 
 def process(pid: int) -> dict[str, Any]:
     """What tells a process from a later one with its number, and from one on another host."""
-    seen = engine_guard._look(pid)
+    seen = engine_guard.look(pid)
     return {"pid": pid, "start": seen[1] if seen else 0, "host": socket.gethostname()}
 
 

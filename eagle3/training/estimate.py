@@ -38,21 +38,16 @@ class Work:
     embedded: int  # U, tokens whose query half is taken
     steps: int  # K
     seen: int  # step-0 keys, summed over the rows that see them
-    scores: int  # rows x keys up to the last row, summed over documents: what plain attention makes of them
 
     @classmethod
     def of(cls, batch: Batch) -> "Work":
-        first, last = batch.shared.first.cpu(), batch.shared.last.cpu()  # [R]
-        starts, counts = first.unique_consecutive(return_counts=True)  # [documents with rows]
-        ends = last[counts.cumsum(0) - 1] + 1 if counts.numel() else last
         return cls(
             tokens=len(batch.input_ids),
             supervised=len(batch.final_hidden),
             rows=batch.rows.numel(),
             embedded=batch.embedded.numel(),
             steps=len(batch.valid),
-            seen=int((last - first + 1).sum()),
-            scores=int((counts * (ends - starts)).sum()),
+            seen=int((batch.shared.last - batch.shared.first + 1).sum()),
         )
 
     def without_teacher(self) -> "Work":
@@ -93,7 +88,7 @@ def operations(config: DraftConfig, work: Work, train_lm_head: bool) -> int:
 
 def sample_cost(config: DraftConfig, steps: int, train_lm_head: bool, loss: str) -> packing.Cost:
     """What `operations` makes of a token, of a supervised one, and of a key that a draft start sees."""
-    unit = Work(tokens=0, supervised=0, rows=0, embedded=0, steps=steps, seen=0, scores=0)
+    unit = Work(tokens=0, supervised=0, rows=0, embedded=0, steps=steps, seen=0)
     row = replace(unit, rows=1, embedded=1, supervised=int(loss == "kl"))
     parts = (replace(unit, tokens=1), row, replace(unit, seen=1))
     return packing.Cost(*(operations(config, part, train_lm_head) for part in parts))
